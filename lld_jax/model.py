@@ -1,14 +1,29 @@
-"""Qwen2 in Flax Linen: embeddings in, hidden states out."""
+"""Qwen2 in Flax Linen: embeddings in, hidden states out.
+
+Axis letters: B batch, T time, D width, F mlp, K kv heads, G query heads per kv head,
+H head dim, L layers. The embedding and the head are not modules: they stay split by
+vocabulary and belong to `logprobs`. Kernels are `[in, out]`, layers stacked on L.
+"""
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from lld_jax import attention, logprobs
+from lld_jax.parallel import Layout
+
+# attend(q, k, v, cache, layer) -> (out, cache): the only thing that training,
+# extension and decoding do differently.
+Attend = Callable[..., tuple[jax.Array, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """Sizes of a Qwen2 model, named by the axis letters used in every einsum.
-
-    V vocab, D width, F mlp, L layers, K kv heads, G query heads per kv head, H head dim.
-    """
+    """Sizes of a Qwen2 model (V is the padded number of embedding rows)."""
 
     vocab: int
     width: int
@@ -20,3 +35,141 @@ class ModelConfig:
     rope_theta: float
     rms_eps: float
     tied: bool
+
+
+class Norm(nn.Module):
+    eps: float
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
+        x32 = x.astype(jnp.float32)
+        x32 = x32 * jax.lax.rsqrt(jnp.mean(x32**2, -1, keepdims=True) + self.eps)
+        return x32.astype(x.dtype) * scale.astype(x.dtype)
+
+
+def _rotate(x: jax.Array, sin: jax.Array, cos: jax.Array) -> jax.Array:
+    """Rotary positions on `[B, T, ..., H]`, halves paired as in the published weights."""
+    shape = sin.shape[:2] + (1,) * (x.ndim - 3) + sin.shape[-1:]
+    sin, cos = sin.reshape(shape), cos.reshape(shape)
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    out = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+    return out.astype(x.dtype)
+
+
+class Block(nn.Module):
+    config: ModelConfig
+    attend: Attend
+    layout: Layout
+
+    @nn.compact
+    def __call__(self, carry, layer, sin_BxTxH, cos_BxTxH):
+        c, (x_BxTxD, cache) = self.config, carry
+        B, T, _ = x_BxTxD.shape
+
+        def dense(name: str, features: int, bias: bool = False):
+            return nn.Dense(
+                features,
+                use_bias=bias,
+                dtype=x_BxTxD.dtype,
+                kernel_init=nn.initializers.normal(0.02),
+                name=name,
+            )
+
+        y = Norm(c.rms_eps, name="attention_norm")(x_BxTxD)
+        heads = c.kv_heads * c.head_dim
+        q = dense("query", c.group * heads, bias=True)(y)
+        k = dense("key", heads, bias=True)(y).reshape(B, T, c.kv_heads, c.head_dim)
+        v = dense("value", heads, bias=True)(y).reshape(B, T, c.kv_heads, c.head_dim)
+        q = q.reshape(B, T, c.kv_heads, c.group, c.head_dim)
+        q, k = _rotate(q, sin_BxTxH, cos_BxTxH), _rotate(k, sin_BxTxH, cos_BxTxH)
+        out, cache = self.attend(q, k, v, cache, layer)
+        x_BxTxD += dense("output", c.width)(out.reshape(B, T, -1))
+
+        y = Norm(c.rms_eps, name="mlp_norm")(x_BxTxD)
+        y = nn.silu(dense("gate", c.mlp)(y)) * dense("up", c.mlp)(y)
+        x_BxTxD += dense("down", c.width)(y)
+        return (self.layout.constrain(x_BxTxD), cache), None
+
+
+class Qwen2(nn.Module):
+    """Embeddings `[B, T, D]`, positions `[B, T]` -> hidden states `[B, T, D]`, cache."""
+
+    config: ModelConfig
+    attend: Attend
+    layout: Layout
+    remat: bool = False
+
+    @nn.compact
+    def __call__(self, x_BxTxD, positions_BxT, cache=None):
+        c = self.config
+        frequency = c.rope_theta ** (
+            -jnp.arange(0, c.head_dim, 2, dtype=jnp.float32) / c.head_dim
+        )
+        angle = positions_BxT[..., None].astype(jnp.float32) * frequency
+        block = nn.remat(Block, prevent_cse=False) if self.remat else Block
+        layers = nn.scan(
+            block,
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            in_axes=(0, nn.broadcast, nn.broadcast),
+            length=c.layers,
+        )(c, self.attend, self.layout, name="layers")
+        (x, cache), _ = layers(
+            (x_BxTxD, cache), jnp.arange(c.layers), jnp.sin(angle), jnp.cos(angle)
+        )
+        return Norm(c.rms_eps, name="final_norm")(x), cache
+
+
+def init(config: ModelConfig, key: jax.Array, layout: Layout) -> Any:
+    """Random float32 parameters: normal(0.02) kernels, zero biases, unit scales."""
+
+    def attend(q, k, v, cache, layer):
+        return q, cache
+
+    keys = jax.random.split(key, 3)
+    x = jnp.zeros((layout.size(layout.batch), 1, config.width))
+    body = Qwen2(config, attend, layout).init(keys[0], x, jnp.zeros(x.shape[:2], int))
+    normal = nn.initializers.normal(0.02)
+    params = dict(body["params"])
+    params["embedding"] = normal(keys[1], (config.vocab, config.width))
+    if not config.tied:
+        params["head"] = normal(keys[2], (config.vocab, config.width))
+    return params
+
+
+def abstract_params(config: ModelConfig, layout: Layout) -> Any:
+    """The parameter tree as `jax.ShapeDtypeStruct`s, computed without any weight."""
+    return jax.eval_shape(lambda key: init(config, key, layout), jax.random.key(0))
+
+
+def head(params: Any) -> jax.Array:
+    """The output rows `[V, D]`: the embedding itself where the model ties them."""
+    return params.get("head", params["embedding"])
+
+
+def hidden_states(
+    config: ModelConfig,
+    params: Any,
+    ids_BxT: jax.Array,
+    positions_BxT: jax.Array,
+    segments_BxT: jax.Array,
+    *,
+    dtype: jnp.dtype,
+    layout: Layout,
+    remat: bool = False,
+    block: int = 512,
+) -> jax.Array:
+    """Whole rows at once: hidden states `[B, T, D]` in `dtype`.
+
+    Tokens see the earlier tokens of their own segment only (0 is padding).
+    """
+
+    def attend(q, k, v, cache, layer):
+        return attention.row_attention(q, k, v, segments_BxT, block=block), cache
+
+    x = logprobs.embed(params["embedding"], ids_BxT, layout=layout).astype(dtype)
+    body = {"layers": params["layers"], "final_norm": params["final_norm"]}
+    model = Qwen2(config, attend, layout, remat)
+    hidden, _ = model.apply({"params": body}, layout.constrain(x), positions_BxT)
+    return hidden

@@ -1,0 +1,151 @@
+"""Causal attention: over a whole row in query blocks, and over a cache in key blocks.
+
+Both use grouped heads, float32 scores and never build `[T, T]` of a long row.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from lld_jax.parallel import Layout
+
+_MASKED = -1e30
+
+
+def row_attention(
+    q_BxTxKxGxH: jax.Array,
+    k_BxTxKxH: jax.Array,
+    v_BxTxKxH: jax.Array,
+    segments_BxT: jax.Array,
+    *,
+    block: int,
+) -> jax.Array:
+    """Causal attention inside segments, `[B, T, K, G, H]`.
+
+    A query block sees the keys up to its own end only, so half of the work of a long
+    row is never done; each block is recomputed in the backward pass.
+    """
+    T, H = q_BxTxKxGxH.shape[1], q_BxTxKxGxH.shape[-1]
+
+    def one(q, k, v, q_segment, k_segment, start):
+        scores = jnp.einsum(
+            "btkgh,bskh->bkgts", q, k, preferred_element_type=jnp.float32
+        )
+        t = start + jnp.arange(q.shape[1])
+        allowed = (jnp.arange(k.shape[1]) <= t[:, None]) & (
+            q_segment[:, :, None] == k_segment[:, None, :]
+        )
+        scores = jnp.where(allowed[:, None, None], scores * H**-0.5, _MASKED)
+        p = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+        return jnp.einsum("bkgts,bskh->btkgh", p, v)
+
+    if block >= T:
+        return one(q_BxTxKxGxH, k_BxTxKxH, v_BxTxKxH, segments_BxT, segments_BxT, 0)
+    outs = []
+    for start in range(0, T, block):
+        end = min(start + block, T)
+        outs.append(
+            jax.checkpoint(one, static_argnums=5)(
+                q_BxTxKxGxH[:, start:end],
+                k_BxTxKxH[:, :end],
+                v_BxTxKxH[:, :end],
+                segments_BxT[:, start:end],
+                segments_BxT[:, :end],
+                start,
+            )
+        )
+    return jnp.concatenate(outs, axis=1)
+
+
+def cache_attention(
+    q_ExNxKxGxH: jax.Array,
+    k_ExNxKxH: jax.Array,
+    v_ExNxKxH: jax.Array,
+    cache: tuple[jax.Array, jax.Array],
+    layer: jax.Array,
+    *,
+    rows_E: jax.Array | None,
+    positions_ExN: jax.Array,
+    blocks: jax.Array,
+    block: int,
+    layout: Layout,
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """Writes new keys and values into the cache, then attends to what it holds.
+
+    Args:
+      cache: keys and values, each `[L, R, K, S, H]`; layer: which L.
+      rows_E: the slot of each entry; None when entry e is slot e (decode). Entries
+        are grouped by the shard that owns their slot.
+      positions_ExN: where each new token stands in its slot; S or more: not written.
+      blocks: how many key blocks of `block` positions to read, a traced scalar. A
+        block beyond a slot's own end changes none of its bits: it adds exact zeros.
+
+    Returns:
+      attention output `[E, N, K, G, H]` and the cache.
+    """
+
+    def local(q, k, v, k_cache, v_cache, layer, rows, positions, blocks):
+        R, H = k_cache.shape[1], k_cache.shape[-1]
+        if rows is None:
+            at = jnp.arange(R)
+        else:
+            at = rows = rows - jax.lax.axis_index(layout.batch) * R
+        write = (layer, at[:, None], slice(None), positions)
+        k_cache = k_cache.at[write].set(k, mode="drop")
+        v_cache = v_cache.at[write].set(v, mode="drop")
+
+        def read(cache, i):
+            _, _, K, _, _ = cache.shape
+            piece = jax.lax.dynamic_slice(
+                cache, (layer, 0, 0, i * block, 0), (1, R, K, block, H)
+            )[0]
+            return piece if rows is None else piece[rows]
+
+        def body(i, carry):
+            peak, total, out = carry
+            scores = jnp.einsum(
+                "enkgh,eksh->enkgs",
+                q,
+                read(k_cache, i),
+                preferred_element_type=jnp.float32,
+            )
+            s = i * block + jnp.arange(block)
+            seen = (s <= positions[:, :, None])[:, :, None, None]
+            scores = jnp.where(seen, scores * H**-0.5, _MASKED)
+            top = jnp.maximum(peak, scores.max(-1))
+            shrink = jnp.exp(peak - top)
+            p = jnp.where(seen, jnp.exp(scores - top[..., None]), 0.0)
+            total = total * shrink + p.sum(-1)
+            value = read(v_cache, i)
+            out = out * shrink[..., None] + jnp.einsum(
+                "enkgs,eksh->enkgh",
+                p.astype(value.dtype),
+                value,
+                preferred_element_type=jnp.float32,
+            )
+            return top, total, out
+
+        # Derived from q, so that shard_map knows over which axes the carry varies.
+        zero = q[..., 0].astype(jnp.float32) * 0
+        init = (zero + _MASKED, zero, q.astype(jnp.float32) * 0)
+        _, total, out = jax.lax.fori_loop(0, blocks, body, init)
+        return (out / total[..., None]).astype(q.dtype), k_cache, v_cache
+
+    b, h = layout.batch, layout.heads
+    kv, cached = P(b, None, h), P(None, b, h)
+    out, *cache = jax.shard_map(
+        local,
+        mesh=layout.mesh,
+        in_specs=(kv, kv, kv, cached, cached, P(), P(b), P(b), P()),
+        out_specs=(kv, cached, cached),
+    )(
+        q_ExNxKxGxH,
+        k_ExNxKxH.astype(cache[0].dtype),
+        v_ExNxKxH.astype(cache[1].dtype),
+        *cache,
+        layer,
+        rows_E,
+        positions_ExN,
+        blocks,
+    )
+    return out, tuple(cache)

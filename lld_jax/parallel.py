@@ -1,0 +1,129 @@
+"""The device mesh and the two ways in which weights lie on it.
+
+Training is FSDP over all three axes. Rollouts replicate over `data` and `fsdp` and
+split heads, mlp and vocabulary over `tensor`. Both read the same parameter tree; the
+cast from one to the other is `publish`.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+AXES = ("data", "fsdp", "tensor")
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Which mesh axes split the batch, the vocabulary and the heads of a program."""
+
+    mesh: Mesh
+    batch: tuple[str, ...]
+    vocab: tuple[str, ...]
+    heads: tuple[str, ...]
+
+    def size(self, axes: Sequence[str]) -> int:
+        return int(np.prod([self.mesh.shape[a] for a in axes], dtype=int))
+
+    def sharding(self, *spec: Any) -> NamedSharding:
+        return NamedSharding(self.mesh, P(*spec))
+
+    def constrain(self, x: jax.Array) -> jax.Array:
+        """Pins the leading axis of an activation `[B, ...]` to the batch axes."""
+        return jax.lax.with_sharding_constraint(x, self.sharding(self.batch))
+
+
+def make_mesh(
+    data: int, fsdp: int, tensor: int, devices: Sequence[jax.Device] | None = None
+) -> Mesh:
+    """A mesh with Auto axes over exactly all `devices` (default: all there are)."""
+    devices = jax.devices() if devices is None else devices
+    if data * fsdp * tensor != len(devices):
+        raise ValueError(
+            f"mesh.data={data} x mesh.fsdp={fsdp} x mesh.tensor={tensor} is "
+            f"{data * fsdp * tensor} devices, but there are {len(devices)}; the "
+            "product must be equal to the number of devices"
+        )
+    return jax.make_mesh(
+        (data, fsdp, tensor), AXES, axis_types=(AxisType.Auto,) * 3, devices=devices
+    )
+
+
+def train_layout(mesh: Mesh) -> Layout:
+    return Layout(mesh, batch=AXES, vocab=AXES, heads=())
+
+
+def rollout_layout(mesh: Mesh) -> Layout:
+    return Layout(mesh, batch=AXES[:2], vocab=AXES[2:], heads=AXES[2:])
+
+
+# Parameter name (its last path entries) -> spec. Stacked layers lead with L.
+_TRAIN = {
+    "embedding": P(AXES, None),
+    "head": P(AXES, None),
+    "kernel": P(None, AXES, None),
+    "bias": P(),
+    "scale": P(),
+}
+_OUT, _IN = P(None, None, "tensor"), P(None, "tensor", None)
+_ROLLOUT = {
+    "embedding": P("tensor", None),
+    "head": P("tensor", None),
+    "query/kernel": _OUT,
+    "key/kernel": _OUT,
+    "value/kernel": _OUT,
+    "gate/kernel": _OUT,
+    "up/kernel": _OUT,
+    "output/kernel": _IN,
+    "down/kernel": _IN,
+    "bias": P(None, "tensor"),
+    "scale": P(),
+}
+
+
+def param_shardings(params: Any, layout: Layout) -> Any:
+    """The sharding of every parameter of a (possibly abstract) tree."""
+    rules = _ROLLOUT if layout.heads else _TRAIN
+
+    def of(path, leaf) -> NamedSharding:
+        names = [entry.key for entry in path]
+        spec = next(rules[n] for n in ("/".join(names[-2:]), names[-1]) if n in rules)
+        for size, axes in zip(leaf.shape, spec, strict=False):
+            axes = (axes,) if isinstance(axes, str) else axes or ()
+            if size % layout.size(axes):
+                raise ValueError(
+                    f"parameter {'/'.join(names)} has shape {leaf.shape}: {size} does "
+                    f"not divide by the mesh axes {axes} ({layout.size(axes)} devices)"
+                )
+        return NamedSharding(layout.mesh, spec)
+
+    return jax.tree.map_with_path(of, params)
+
+
+def state_shardings(state: Any, params: Any, layout: Layout) -> Any:
+    """Shardings of a tree that holds copies of `params` (optimizer moments).
+
+    A leaf whose path ends like a parameter's and has its shape is laid out like it;
+    all others (counters) are replicated.
+    """
+    at = {
+        jax.tree_util.keystr(path): (leaf.shape, sharding)
+        for (path, leaf), sharding in zip(
+            jax.tree.leaves_with_path(params),
+            jax.tree.leaves(param_shardings(params, layout)),
+            strict=True,
+        )
+    }
+
+    def of(path, leaf) -> NamedSharding:
+        for start in range(len(path)):
+            shape, sharding = at.get(jax.tree_util.keystr(path[start:]), (None, None))
+            if shape == leaf.shape:
+                return sharding
+        return layout.sharding()
+
+    return jax.tree.map_with_path(of, state)
