@@ -1,6 +1,39 @@
-"""The search protocol as an environment: actions in, observations out."""
+"""The search protocol as an environment: actions in, observations out.
 
-from dataclasses import dataclass
+An action is what the policy writes in one turn: it ends with `</search>` or
+`</answer>`, an end-of-sequence token or the length limit. An observation is what the
+environment writes in return. Token ids are the truth: sampled ids are stored as they
+are, and text is only ever decoded from them.
+"""
+
+import re
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib import resources
+from itertools import accumulate, groupby, pairwise
+from pathlib import Path
+from typing import Protocol
+
+OPEN = "\n\n<information>"
+CLOSE = "</information>\n\n"
+RETRY = (
+    "\n\nNot a valid action. Put a query in search tags "
+    "or the answer in answer tags.\n\n"
+)
+NO_RESULTS = "No results."
+UNAVAILABLE = "Search is not available now."
+TEMPLATES = ("search", "short")
+
+_CLOSING = re.compile(r"</(search|answer)>")
+_ANSWER = re.compile(rb"<answer>(?:(?!<answer>).)*?</answer>", re.DOTALL)
+_TAG_START = re.compile(r"<(?=\s*/?\s*(?:think|search|answer|information)\b)", re.I)
+# What may stand between a closing tag and the observation: the rest of the token
+# that completed the tag (`>.`, `></`, `>\n\n`), which the policy sampled.
+_STRADDLE = re.compile(
+    r"\S{0,16}?[\r\n]*?(?=(?P<wrapped>" + OPEN + r")|" + re.escape(RETRY) + r"|\Z)"
+)
 
 
 class RetrievalError(RuntimeError):
@@ -15,3 +48,510 @@ class Passage:
     title: str
     text: str
     score: float
+
+
+class Retriever(Protocol):
+    def search(self, queries: list[str], k: int) -> list[list[Passage]]:
+        """One list per query, at most `k` long. Raises only RetrievalError."""
+
+
+@dataclass(frozen=True)
+class Codec:
+    """What the protocol needs of a tokenizer.
+
+    Attributes:
+      encode: plain text to ids; never yields a control or added token, whatever the
+        text says (retrieved text is untrusted).
+      chat: one user message to ids through the model's chat template, up to and with
+        the generation prompt; the message itself is encoded like plain text.
+      token_bytes: the bytes of every id below the valid vocabulary. A control token
+        has its literal text (`<|im_end|>`), so that no tag forms across one.
+      end_ids: ids that end a sequence.
+      pad_id: fills rows; may be an end id, so masks never come from it.
+    """
+
+    encode: Callable[[str], list[int]]
+    chat: Callable[[str], list[int]]
+    token_bytes: tuple[bytes, ...]
+    end_ids: frozenset[int]
+    pad_id: int
+
+
+def decode(ids: Sequence[int], token_bytes: Sequence[bytes]) -> str:
+    """Text of a whole turn at once, since a character may span tokens."""
+    return b"".join(token_bytes[i] for i in ids).decode("utf-8", errors="replace")
+
+
+# ----- trajectories ---------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Span:
+    """Tokens `[start, end)`; `kind` is `action` or `observation`."""
+
+    kind: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Search:
+    """One query that got a reply, and the titles of what was found."""
+
+    query: str
+    titles: tuple[str, ...]
+
+
+@dataclass
+class Trajectory:
+    """One sample of one draw; grows by `append_action` and `append_observation`.
+
+    `ids`, `mask` (1 on tokens that the policy sampled) and `sampler_logps` (0 where
+    mask is 0) are lists of equal length; the prompt is their first `prompt_length`
+    items. `reason` is None until the trajectory ends.
+    """
+
+    draw: int
+    sample: int
+    question: str
+    golden_answers: tuple[str, ...]
+    ids: list[int]
+    mask: list[int]
+    sampler_logps: list[float]
+    prompt_length: int
+    spans: list[Span] = field(default_factory=list)
+    searches: list[Search] = field(default_factory=list)
+    reason: str | None = None
+    reward: float = 0.0
+    counters: Counter[str] = field(default_factory=Counter)
+
+
+def new_trajectory(
+    draw: int,
+    sample: int,
+    question: str,
+    golden_answers: Sequence[str],
+    prompt_ids: Sequence[int],
+) -> Trajectory:
+    """A trajectory that holds only its prompt."""
+    ids = [int(i) for i in prompt_ids]
+    n = len(ids)
+    return Trajectory(
+        draw, sample, question, tuple(golden_answers), ids, [0] * n, [0.0] * n, n
+    )
+
+
+def append_action(traj: Trajectory, ids: Sequence[int], logps: Sequence[float]) -> None:
+    """Appends sampled tokens, an end token included, and their log-probs."""
+    assert len(ids) == len(logps), f"{len(ids)} ids but {len(logps)} logps"
+    _append(traj, Span("action", len(traj.ids), len(traj.ids) + len(ids)), ids, logps)
+
+
+def append_observation(traj: Trajectory, ids: Sequence[int]) -> None:
+    """Appends tokens that the environment wrote: mask 0, log-prob 0."""
+    span = Span("observation", len(traj.ids), len(traj.ids) + len(ids))
+    _append(traj, span, ids, [0.0] * len(ids))
+
+
+def _append(traj, span, ids, logps):
+    traj.ids += map(int, ids)
+    traj.mask += [int(span.kind == "action")] * len(ids)
+    traj.sampler_logps += map(float, logps)
+    traj.spans.append(span)
+    assert len(traj.ids) == len(traj.mask) == len(traj.sampler_logps) == span.end
+
+
+def _action_runs(mask: Sequence[int]) -> list[tuple[int, int]]:
+    """`(start, end)` of the maximal runs of ones."""
+    runs, start = [], 0
+    for value, items in groupby(mask, key=bool):
+        end = start + len(list(items))
+        if value:
+            runs.append((start, end))
+        start = end
+    return runs
+
+
+def answer_mask(
+    ids: Sequence[int], mask: Sequence[int], token_bytes: Sequence[bytes]
+) -> list[int]:
+    """1 on each token that shares a byte with the last `<answer>...</answer>`.
+
+    The tags belong to it. The block must lie inside one run of ones of `mask` (what
+    the policy wrote); without one, all zeros. `ids`, `mask` and the result are `[T]`.
+    """
+    out = [0] * len(ids)
+    for start, end in reversed(_action_runs(mask)):
+        pieces = [token_bytes[i] for i in ids[start:end]]
+        blocks = list(_ANSWER.finditer(b"".join(pieces)))
+        if blocks:
+            first, last = blocks[-1].span()
+            stops = accumulate(len(piece) for piece in pieces)
+            for i, (piece, stop) in enumerate(zip(pieces, stops, strict=True), start):
+                out[i] = int(bool(piece) and stop - len(piece) < last and stop > first)
+            break
+    return out
+
+
+def final_answer(traj: Trajectory, token_bytes: Sequence[bytes]) -> str | None:
+    """The answer of a trajectory that ended by answering, else None."""
+    runs = _action_runs(traj.mask)
+    if traj.reason != "answered" or not runs:
+        return None
+    action = parse_action(decode(traj.ids[slice(*runs[-1])], token_bytes))
+    return action.content if action.kind == "answer" else None
+
+
+def to_json(traj: Trajectory) -> dict:
+    """The row of a trajectory file; floats keep every digit."""
+    same = ("draw", "sample", "question", "ids", "mask", "sampler_logps", "reason")
+    row = {name: getattr(traj, name) for name in same}
+    searches = [asdict(search) for search in traj.searches]
+    gold = list(traj.golden_answers)
+    return row | {"gold": gold, "reward": float(traj.reward), "searches": searches}
+
+
+def from_json(row: dict) -> Trajectory:
+    """Inverse of `to_json`: spans come from the mask; counters are not stored."""
+    ids, runs = row["ids"], _action_runs(row["mask"])
+    edges = [edge for run in runs for edge in run]
+    if edges and edges[-1] < len(ids):
+        edges.append(len(ids))
+    kinds = ("action", "observation")
+    return Trajectory(
+        draw=row["draw"],
+        sample=row["sample"],
+        question=row["question"],
+        golden_answers=tuple(row["gold"]),
+        ids=ids,
+        mask=row["mask"],
+        sampler_logps=row["sampler_logps"],
+        prompt_length=edges[0] if edges else len(ids),
+        spans=[Span(kinds[i % 2], *ends) for i, ends in enumerate(pairwise(edges))],
+        searches=[Search(s["query"], tuple(s["titles"])) for s in row["searches"]],
+        reason=row["reason"],
+        reward=row["reward"],
+    )
+
+
+# ----- parsing --------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Action:
+    """`kind`: search, answer or invalid; `content`: the query or answer, stripped."""
+
+    kind: str
+    content: str
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a conversation; `action` is set on actions only."""
+
+    kind: str
+    text: str
+    action: Action | None = None
+
+
+def parse_action(text: str) -> Action:
+    """Reads the turn up to the first completed `</search>` or `</answer>`.
+
+    The content lies between that tag and the last opening tag of its kind before it.
+    Invalid: no closing tag, no opening tag before it, or an empty query. An empty
+    answer is an answer (and scores nothing).
+    """
+    close = _CLOSING.search(text)
+    if close is None:
+        return Action("invalid", "")
+    kind = close.group(1)
+    before, opening, content = text[: close.start()].rpartition(f"<{kind}>")
+    content = content.strip()
+    if not opening or (kind == "search" and not content):
+        return Action("invalid", "")
+    return Action(kind, content)
+
+
+def split_response(text: str) -> list[Piece]:
+    r"""Splits what followed the prompt into actions and observations.
+
+    The pieces join to `text` exactly. An observation is the retry notice, or a
+    `\n\n<information>...</information>\n\n` block right after a completed `</search>`
+    (the rest of the token that completed it may stand between); such a block anywhere
+    else was written by the policy and is part of its action. The text may be cut
+    anywhere: an unfinished last piece is an invalid action or a partial observation.
+    From text alone a retry notice that the policy copied looks like a real one: where
+    ids and a mask exist, they decide.
+    """
+    pieces, at = [], 0
+    while at < len(text):
+        close = _CLOSING.search(text, at)
+        notice = text.find(RETRY, at)
+        if notice >= 0 and (close is None or notice < close.start()):
+            end, observed = notice, notice + len(RETRY)
+        elif close is None:
+            end = observed = len(text)
+        else:
+            end, observed = _after_closing(text, close)
+        if end > at:
+            pieces.append(Piece("action", text[at:end], parse_action(text[at:end])))
+        if observed > end:
+            pieces.append(Piece("observation", text[end:observed]))
+        at = observed
+    return pieces
+
+
+def _after_closing(text: str, close: re.Match) -> tuple[int, int]:
+    """Ends of an action that has a closing tag and of the observation after it."""
+    end = close.end()
+    searched = close.group(1) == "search"
+    if searched and OPEN.startswith(text[end:]):  # the text was cut in the wrapper
+        return end, len(text)
+    rest = _STRADDLE.match(text, end)
+    if rest is None or (rest["wrapped"] and not searched):
+        return end, end
+    end = rest.end()
+    if text.startswith(RETRY, end):
+        return end, end + len(RETRY)
+    if not rest["wrapped"]:
+        return end, end
+    tag = CLOSE.strip()
+    last = text.find(tag, end) + len(tag)
+    if last < len(tag):
+        return end, len(text)
+    tail = next(n for n in (2, 1, 0) if text.startswith("\n" * n, last))
+    return end, last + tail
+
+
+# ----- prompts and observations ---------------------------------------------------
+
+
+def load_template(name_or_path: str) -> str:
+    """The prompt template 'search' or 'short', or else the file at a path.
+
+    Raises:
+      ValueError: no such file, or `{question}` does not stand in it exactly once.
+    """
+    path = Path(name_or_path)
+    if name_or_path in TEMPLATES:
+        path = resources.files("lld_jax") / f"assets/templates/{name_or_path}.txt"
+    if not path.is_file():
+        legal = f"{', '.join(TEMPLATES)} or the path of a file"
+        raise ValueError(f"template={name_or_path!r}: legal are {legal}")
+    text = path.read_text(encoding="utf-8").removesuffix("\n")
+    if (count := text.count("{question}")) != 1:
+        raise ValueError(
+            f"template={name_or_path!r}: {{question}} stands in it {count} times, "
+            "legal is once"
+        )
+    return text
+
+
+def clean_text(text: str) -> str:
+    """Untrusted text on one line, unable to act as a protocol tag.
+
+    Runs of white space become one space. The `<` of anything that reads as a think,
+    search, answer or information tag, in any case or spacing, becomes `(`. Lone
+    surrogates, which no UTF-8 tokenizer takes, become `?`.
+    """
+    text = text.encode("utf-8", errors="replace").decode("utf-8")
+    return _TAG_START.sub("(", " ".join(text.split()))
+
+
+def _shorten(text: str, fits: Callable[[str], bool]) -> str:
+    """The longest beginning of `text` found that fits; "" where none does."""
+    if fits(text):
+        return text
+    # Token counts grow with the text, though not strictly: bisection finds a good
+    # cut, and only what was seen to fit is returned.
+    cut = bisect_right(range(1, len(text)), False, key=lambda n: not fits(text[:n]))
+    while cut and not fits(text[:cut]):
+        cut -= 1
+    return text[:cut].rstrip() if fits(text[:cut].rstrip()) else text[:cut]
+
+
+def _fit_lines(
+    lines: Sequence[str], budget: int, encode: Callable[[str], list[int]]
+) -> tuple[list[int], bool]:
+    """Ids of the lines within `budget`, and whether any was shortened.
+
+    Every line has an equal share; what a short line leaves goes to the longer ones.
+    """
+    ends = ["\n"] * (len(lines) - 1) + [""]
+    ids = [encode(line + end) for line, end in zip(lines, ends, strict=True)]
+    shortest_first = sorted(range(len(lines)), key=lambda i: len(ids[i]))
+    truncated = False
+    for done, i in enumerate(shortest_first):
+        share = budget // (len(lines) - done)
+        if len(ids[i]) > share:
+            truncated = True
+            end = ends[i]
+            kept = _shorten(lines[i], lambda s: len(encode(s + end)) <= share)  # noqa: B023
+            ids[i] = encode(kept + end) if kept else []
+        budget -= len(ids[i])
+    return [token for line in ids for token in line], truncated
+
+
+def check_budgets(
+    codec: Codec,
+    template: str,
+    *,
+    max_prompt: int,
+    max_observation: int,
+    max_action: int = 1,
+    max_tokens: int | None = None,
+) -> None:
+    """Checks at start that the token budgets can hold the protocol.
+
+    Raises:
+      ValueError: names the budget (`rollout.*`), its value and the least legal one.
+    """
+    bodies = (NO_RESULTS, UNAVAILABLE)
+    parts = [(OPEN, body, CLOSE) for body in bodies] + [(RETRY,)]
+    observation = max(sum(len(codec.encode(s)) for s in part) for part in parts)
+    prompt = len(codec.chat(template.replace("{question}", "")))
+    budgets = [
+        ("max_prompt", max_prompt, prompt),
+        ("max_observation", max_observation, observation),
+        ("max_action", max_action, 1),
+    ]
+    if max_tokens is not None:
+        budgets.append(("max_tokens", max_tokens, max_prompt + max_action))
+    for name, value, least in budgets:
+        if value < least:
+            raise ValueError(
+                f"rollout.{name}={value}: legal is {least} or more, to hold what the "
+                "protocol itself needs"
+            )
+
+
+# ----- the environment ------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One finished action.
+
+    `turn` counts from 0; `last` says that no generation follows; `room` is how many
+    tokens the context can give an observation, whatever `max_observation` allows.
+    """
+
+    question: str
+    action_ids: list[int]
+    turn: int
+    last: bool
+    room: int
+
+
+@dataclass(frozen=True)
+class Reply:
+    """Observation `ids`, or None and the `reason` why the trajectory ended.
+
+    Reasons: `answered`; `turns`, a search on the last generation; `invalid`, an
+    invalid action there; `context`, no room for even an empty observation.
+    Counters: `valid_searches` (well-formed, those without a reply too),
+    `invalid_actions`, `no_results`, `retrieval_failed`, `truncated` (passages
+    were shortened).
+    """
+
+    ids: list[int] | None
+    reason: str | None
+    counters: dict[str, int] = field(default_factory=dict)
+    searches: tuple[Search, ...] = ()
+
+
+@dataclass(frozen=True)
+class SearchEnvironment:
+    """Search-R1's protocol (arXiv 2503.09516) with one retriever.
+
+    `k` passages per query; an observation has at most `max_observation` tokens, a
+    prompt at most `max_prompt`. Budgets are checked when it is made (`check_budgets`).
+    """
+
+    codec: Codec
+    retriever: Retriever
+    template: str
+    k: int = 3
+    max_observation: int = 500
+    max_prompt: int = 2048
+
+    def __post_init__(self):
+        if self.k < 1:
+            raise ValueError(f"retrieval.k={self.k}: legal is 1 or more")
+        check_budgets(
+            self.codec,
+            self.template,
+            max_prompt=self.max_prompt,
+            max_observation=self.max_observation,
+        )
+
+    def fit_question(self, question: str) -> str:
+        """The question, shortened from its end if the prompt would be too long.
+
+        A result other than `question` is a truncated prompt: count it.
+        """
+        return _shorten(question, lambda q: len(self._prompt(q)) <= self.max_prompt)
+
+    def start(self, question: str) -> list[int]:
+        """Prompt ids, at most `max_prompt`; the template is always whole."""
+        return self._prompt(self.fit_question(question))
+
+    def _prompt(self, question: str) -> list[int]:
+        return self.codec.chat(self.template.replace("{question}", question))
+
+    def step(self, turns: Sequence[Turn]) -> list[Reply]:
+        """Answers a batch of turns, in order, with one call of the retriever."""
+        notice = self.codec.encode(RETRY)
+        wrapper = len(self.codec.encode(OPEN)) + len(self.codec.encode(CLOSE))
+        replies: list[Reply | None] = []
+        queries: list[str] = []
+        for turn in turns:
+            action = parse_action(decode(turn.action_ids, self.codec.token_bytes))
+            valid = action.kind == "search"
+            count = {"valid_searches" if valid else "invalid_actions": 1}
+            if action.kind == "answer":
+                replies.append(Reply(None, "answered"))
+            elif turn.last:
+                replies.append(Reply(None, "turns" if valid else "invalid", count))
+            elif turn.room < (wrapper if valid else len(notice)):
+                replies.append(Reply(None, "context", count))
+            elif valid:
+                queries.append(action.content)
+                replies.append(None)
+            else:
+                replies.append(Reply(list(notice), None, count))
+        found: Sequence[list[Passage] | None] = ()
+        if queries:
+            try:
+                found = self.retriever.search(queries, self.k)
+            except RetrievalError:
+                found = [None] * len(queries)
+        waiting = [i for i, reply in enumerate(replies) if reply is None]
+        for i, query, passages in zip(waiting, queries, found, strict=True):
+            replies[i] = self._observe(query, passages, turns[i].room)
+        return replies
+
+    def _observe(
+        self, query: str, passages: Sequence[Passage] | None, room: int
+    ) -> Reply:
+        """Renders what was found (None: retrieval failed) within the budget."""
+        counters = {"valid_searches": 1}
+        shown = (passages or ())[: self.k]
+        lines = [
+            f"Doc {i}(Title: {clean_text(p.title)}) {clean_text(p.text)}"
+            for i, p in enumerate(shown, 1)
+        ]
+        if passages is None:
+            counters["retrieval_failed"] = 1
+            lines = [UNAVAILABLE]
+        elif not shown:
+            counters["no_results"] = 1
+            lines = [NO_RESULTS]
+        # The wrapper is encoded apart from the body: its closing tag stays whole.
+        opening, closing = self.codec.encode(OPEN), self.codec.encode(CLOSE)
+        budget = min(self.max_observation, room) - len(opening) - len(closing)
+        body, truncated = _fit_lines(lines, budget, self.codec.encode)
+        if truncated:
+            counters["truncated"] = 1
+        search = Search(query, tuple(passage.title for passage in shown))
+        return Reply(opening + body + closing, None, counters, (search,))
