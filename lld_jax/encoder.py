@@ -70,9 +70,9 @@ class HashedEncoder:
     """
 
     dim: int = 1024
-    title_weight: float = 1.0
+    title_weight: float = 0.5
     pair_weight: float = 0.5
-    char_weight: float = 0.3
+    char_weight: float = 0.6
     char_sizes: tuple[int, ...] = (3, 4)
     idf: np.ndarray | None = field(default=None, compare=False, repr=False)
 
