@@ -1,9 +1,8 @@
 """The search protocol as an environment: actions in, observations out.
 
-An action is what the policy writes in one turn: it ends with `</search>` or
-`</answer>`, an end-of-sequence token or the length limit. An observation is what the
-environment writes in return. Token ids are the truth: sampled ids are stored as they
-are, and text is only ever decoded from them.
+An action is what the policy writes in one turn, an observation what the environment
+writes in return. Sampled token ids are stored as they are; text is decoded from them,
+and never encoded again.
 """
 
 import re
@@ -12,16 +11,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import resources
-from itertools import accumulate, groupby, pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Protocol
 
 OPEN = "\n\n<information>"
 CLOSE = "</information>\n\n"
-RETRY = (
-    "\n\nNot a valid action. Put a query in search tags "
-    "or the answer in answer tags.\n\n"
-)
+RETRY = "\n\nNot a valid action. Use search or answer tags.\n\n"
 NO_RESULTS = "No results."
 UNAVAILABLE = "Search is not available now."
 TEMPLATES = ("search", "short")
@@ -29,11 +25,20 @@ TEMPLATES = ("search", "short")
 _CLOSING = re.compile(r"</(search|answer)>")
 _ANSWER = re.compile(rb"<answer>(?:(?!<answer>).)*?</answer>", re.DOTALL)
 _TAG_START = re.compile(r"<(?=\s*/?\s*(?:think|search|answer|information)\b)", re.I)
-# What may stand between a closing tag and the observation: the rest of the token
-# that completed the tag (`>.`, `></`, `>\n\n`), which the policy sampled.
+_RETRY = re.compile(re.escape(RETRY))
+# What may follow a closing tag before the observation: the rest of the token that
+# completed it (`>.`, `></`, `>\n\n`). At the end of a text that was cut, one or two
+# newlines rather begin an observation.
 _STRADDLE = re.compile(
-    r"\S{0,16}?[\r\n]*?(?=(?P<wrapped>" + OPEN + r")|" + re.escape(RETRY) + r"|\Z)"
+    rf"(?:(?!\n\n?\Z)\S{{0,16}}?[\r\n]*?(?={OPEN}|{re.escape(RETRY)}|\Z))?"
 )
+# A wrapped text, whole or cut anywhere, or the notice.
+_REPLY = re.compile(
+    rf"{re.escape(RETRY)}|{OPEN}.*?(?:</information>(?:\n\n|\n\Z|)|\Z)|"
+    + "|".join(rf"{OPEN[:n]}\Z" for n in range(1, len(OPEN))),
+    re.DOTALL,
+)
+_STORED = ("draw", "sample", "question", "ids", "mask", "sampler_logps", "reason")
 
 
 class RetrievalError(RuntimeError):
@@ -134,11 +139,8 @@ def new_trajectory(
     prompt_ids: Sequence[int],
 ) -> Trajectory:
     """A trajectory that holds only its prompt."""
-    ids = [int(i) for i in prompt_ids]
-    n = len(ids)
-    return Trajectory(
-        draw, sample, question, tuple(golden_answers), ids, [0] * n, [0.0] * n, n
-    )
+    ids, gold, n = list(map(int, prompt_ids)), tuple(golden_answers), len(prompt_ids)
+    return Trajectory(draw, sample, question, gold, ids, [0] * n, [0.0] * n, n)
 
 
 def append_action(traj: Trajectory, ids: Sequence[int], logps: Sequence[float]) -> None:
@@ -163,13 +165,7 @@ def _append(traj, span, ids, logps):
 
 def _action_runs(mask: Sequence[int]) -> list[tuple[int, int]]:
     """`(start, end)` of the maximal runs of ones."""
-    runs, start = [], 0
-    for value, items in groupby(mask, key=bool):
-        end = start + len(list(items))
-        if value:
-            runs.append((start, end))
-        start = end
-    return runs
+    return [run.span() for run in re.finditer(b"\x01+", bytes(map(bool, mask)))]
 
 
 def answer_mask(
@@ -195,17 +191,15 @@ def answer_mask(
 
 def final_answer(traj: Trajectory, token_bytes: Sequence[bytes]) -> str | None:
     """The answer of a trajectory that ended by answering, else None."""
-    runs = _action_runs(traj.mask)
-    if traj.reason != "answered" or not runs:
+    if traj.reason != "answered":
         return None
-    action = parse_action(decode(traj.ids[slice(*runs[-1])], token_bytes))
-    return action.content if action.kind == "answer" else None
+    last = traj.ids[traj.spans[-1].start : traj.spans[-1].end]
+    return parse_action(decode(last, token_bytes)).content
 
 
 def to_json(traj: Trajectory) -> dict:
     """The row of a trajectory file; floats keep every digit."""
-    same = ("draw", "sample", "question", "ids", "mask", "sampler_logps", "reason")
-    row = {name: getattr(traj, name) for name in same}
+    row = {name: getattr(traj, name) for name in _STORED}
     searches = [asdict(search) for search in traj.searches]
     gold = list(traj.golden_answers)
     return row | {"gold": gold, "reward": float(traj.reward), "searches": searches}
@@ -219,22 +213,13 @@ def from_json(row: dict) -> Trajectory:
         edges.append(len(ids))
     kinds = ("action", "observation")
     return Trajectory(
-        draw=row["draw"],
-        sample=row["sample"],
-        question=row["question"],
+        **{name: row[name] for name in _STORED},
         golden_answers=tuple(row["gold"]),
-        ids=ids,
-        mask=row["mask"],
-        sampler_logps=row["sampler_logps"],
         prompt_length=edges[0] if edges else len(ids),
         spans=[Span(kinds[i % 2], *ends) for i, ends in enumerate(pairwise(edges))],
         searches=[Search(s["query"], tuple(s["titles"])) for s in row["searches"]],
-        reason=row["reason"],
         reward=row["reward"],
     )
-
-
-# ----- parsing --------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -279,51 +264,26 @@ def split_response(text: str) -> list[Piece]:
     `\n\n<information>...</information>\n\n` block right after a completed `</search>`
     (the rest of the token that completed it may stand between); such a block anywhere
     else was written by the policy and is part of its action. The text may be cut
-    anywhere: an unfinished last piece is an invalid action or a partial observation.
-    From text alone a retry notice that the policy copied looks like a real one: where
-    ids and a mask exist, they decide.
+    anywhere: its last piece is then an invalid action or a partial observation. A
+    notice that the policy copied looks like a real one: masks come from ids, not this.
     """
     pieces, at = [], 0
     while at < len(text):
         close = _CLOSING.search(text, at)
-        notice = text.find(RETRY, at)
-        if notice >= 0 and (close is None or notice < close.start()):
-            end, observed = notice, notice + len(RETRY)
-        elif close is None:
-            end = observed = len(text)
-        else:
-            end, observed = _after_closing(text, close)
+        notice = text.find(RETRY, at, close.start() if close else len(text))
+        end, reply = len(text), _RETRY
+        if notice >= 0:
+            end = notice
+        elif close:
+            end = _STRADDLE.match(text, close.end()).end()
+            reply = _REPLY if close.group(1) == "search" else _RETRY
         if end > at:
             pieces.append(Piece("action", text[at:end], parse_action(text[at:end])))
-        if observed > end:
-            pieces.append(Piece("observation", text[end:observed]))
-        at = observed
+        at = end
+        if observed := reply.match(text, end):
+            at = observed.end()
+            pieces.append(Piece("observation", observed.group()))
     return pieces
-
-
-def _after_closing(text: str, close: re.Match) -> tuple[int, int]:
-    """Ends of an action that has a closing tag and of the observation after it."""
-    end = close.end()
-    searched = close.group(1) == "search"
-    if searched and OPEN.startswith(text[end:]):  # the text was cut in the wrapper
-        return end, len(text)
-    rest = _STRADDLE.match(text, end)
-    if rest is None or (rest["wrapped"] and not searched):
-        return end, end
-    end = rest.end()
-    if text.startswith(RETRY, end):
-        return end, end + len(RETRY)
-    if not rest["wrapped"]:
-        return end, end
-    tag = CLOSE.strip()
-    last = text.find(tag, end) + len(tag)
-    if last < len(tag):
-        return end, len(text)
-    tail = next(n for n in (2, 1, 0) if text.startswith("\n" * n, last))
-    return end, last + tail
-
-
-# ----- prompts and observations ---------------------------------------------------
 
 
 def load_template(name_or_path: str) -> str:
@@ -341,8 +301,7 @@ def load_template(name_or_path: str) -> str:
     text = path.read_text(encoding="utf-8").removesuffix("\n")
     if (count := text.count("{question}")) != 1:
         raise ValueError(
-            f"template={name_or_path!r}: {{question}} stands in it {count} times, "
-            "legal is once"
+            f"template={name_or_path!r}: has {{question}} {count} times, legal is once"
         )
     return text
 
@@ -358,16 +317,19 @@ def clean_text(text: str) -> str:
     return _TAG_START.sub("(", " ".join(text.split()))
 
 
-def _shorten(text: str, fits: Callable[[str], bool]) -> str:
-    """The longest beginning of `text` found that fits; "" where none does."""
-    if fits(text):
+def _shorten(text: str, limit: int, encode: Callable[[str], list[int]]) -> str:
+    """The longest beginning found that encodes to `limit` ids; "" if none does."""
+
+    def too_long(n: int) -> bool:
+        return len(encode(text[:n].rstrip())) > limit
+
+    if len(encode(text)) <= limit:
         return text
-    # Token counts grow with the text, though not strictly: bisection finds a good
-    # cut, and only what was seen to fit is returned.
-    cut = bisect_right(range(1, len(text)), False, key=lambda n: not fits(text[:n]))
-    while cut and not fits(text[:cut]):
-        cut -= 1
-    return text[:cut].rstrip() if fits(text[:cut].rstrip()) else text[:cut]
+    # Token counts grow with the text, though not strictly: bisection finds a cut near
+    # the best one, and only what was seen to fit is returned.
+    near = bisect_right(range(1, len(text)), False, key=too_long)
+    cut = next((n for n in range(near, 0, -1) if not too_long(n)), 0)
+    return text[:cut].rstrip()
 
 
 def _fit_lines(
@@ -379,49 +341,34 @@ def _fit_lines(
     """
     ends = ["\n"] * (len(lines) - 1) + [""]
     ids = [encode(line + end) for line, end in zip(lines, ends, strict=True)]
-    shortest_first = sorted(range(len(lines)), key=lambda i: len(ids[i]))
     truncated = False
-    for done, i in enumerate(shortest_first):
+    for done, i in enumerate(sorted(range(len(lines)), key=lambda i: len(ids[i]))):
         share = budget // (len(lines) - done)
         if len(ids[i]) > share:
             truncated = True
-            end = ends[i]
-            kept = _shorten(lines[i], lambda s: len(encode(s + end)) <= share)  # noqa: B023
-            ids[i] = encode(kept + end) if kept else []
+            kept = _shorten(lines[i], share, lambda s, end=ends[i]: encode(s + end))
+            ids[i] = encode(kept + ends[i]) if kept else []
         budget -= len(ids[i])
     return [token for line in ids for token in line], truncated
 
 
 def check_budgets(
-    codec: Codec,
-    template: str,
-    *,
-    max_prompt: int,
-    max_observation: int,
-    max_action: int = 1,
-    max_tokens: int | None = None,
+    codec: Codec, template: str, max_prompt: int, max_observation: int
 ) -> None:
-    """Checks at start that the token budgets can hold the protocol.
+    """Checks at start that the budgets hold the template and the notices.
 
     Raises:
       ValueError: names the budget (`rollout.*`), its value and the least legal one.
     """
-    bodies = (NO_RESULTS, UNAVAILABLE)
-    parts = [(OPEN, body, CLOSE) for body in bodies] + [(RETRY,)]
-    observation = max(sum(len(codec.encode(s)) for s in part) for part in parts)
+    notices = [(OPEN, NO_RESULTS, CLOSE), (OPEN, UNAVAILABLE, CLOSE), (RETRY,)]
+    observation = max(sum(len(codec.encode(s)) for s in parts) for parts in notices)
     prompt = len(codec.chat(template.replace("{question}", "")))
-    budgets = [
-        ("max_prompt", max_prompt, prompt),
-        ("max_observation", max_observation, observation),
-        ("max_action", max_action, 1),
-    ]
-    if max_tokens is not None:
-        budgets.append(("max_tokens", max_tokens, max_prompt + max_action))
-    for name, value, least in budgets:
+    pairs = (max_prompt, prompt), (max_observation, observation)
+    for name, (value, least) in zip(("prompt", "observation"), pairs, strict=True):
         if value < least:
+            own = f"the protocol's own text takes {least} tokens"
             raise ValueError(
-                f"rollout.{name}={value}: legal is {least} or more, to hold what the "
-                "protocol itself needs"
+                f"rollout.max_{name}={value}: {own}, legal is that or more"
             )
 
 
@@ -447,11 +394,10 @@ class Turn:
 class Reply:
     """Observation `ids`, or None and the `reason` why the trajectory ended.
 
-    Reasons: `answered`; `turns`, a search on the last generation; `invalid`, an
-    invalid action there; `context`, no room for even an empty observation.
-    Counters: `valid_searches` (well-formed, those without a reply too),
-    `invalid_actions`, `no_results`, `retrieval_failed`, `truncated` (passages
-    were shortened).
+    Reasons: `answered`; `turns` or `invalid`, a search or an invalid action on the last
+    generation; `context`, no room for even an empty observation. Counters:
+    `valid_searches` (well-formed, without a reply too), `invalid_actions`,
+    `no_results`, `retrieval_failed`, `truncated` (passages were shortened).
     """
 
     ids: list[int] | None
@@ -478,19 +424,11 @@ class SearchEnvironment:
     def __post_init__(self):
         if self.k < 1:
             raise ValueError(f"retrieval.k={self.k}: legal is 1 or more")
-        check_budgets(
-            self.codec,
-            self.template,
-            max_prompt=self.max_prompt,
-            max_observation=self.max_observation,
-        )
+        check_budgets(self.codec, self.template, self.max_prompt, self.max_observation)
 
     def fit_question(self, question: str) -> str:
-        """The question, shortened from its end if the prompt would be too long.
-
-        A result other than `question` is a truncated prompt: count it.
-        """
-        return _shorten(question, lambda q: len(self._prompt(q)) <= self.max_prompt)
+        """The question, cut at its end (then: another text) to fit `max_prompt`."""
+        return _shorten(question, self.max_prompt, self._prompt)
 
     def start(self, question: str) -> list[int]:
         """Prompt ids, at most `max_prompt`; the template is always whole."""
@@ -531,9 +469,7 @@ class SearchEnvironment:
             replies[i] = self._observe(query, passages, turns[i].room)
         return replies
 
-    def _observe(
-        self, query: str, passages: Sequence[Passage] | None, room: int
-    ) -> Reply:
+    def _observe(self, query: str, passages: list[Passage] | None, room: int) -> Reply:
         """Renders what was found (None: retrieval failed) within the budget."""
         counters = {"valid_searches": 1}
         shown = (passages or ())[: self.k]

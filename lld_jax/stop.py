@@ -53,7 +53,7 @@ def stop_table(
     tags: Sequence[bytes] = CLOSING_TAGS,
     end_ids: Iterable[int] = (),
 ) -> StopTable:
-    """Builds the table for a vocabulary (0.2 s for 152k tokens).
+    """Builds the table for a vocabulary (0.15 s for 152k tokens).
 
     A token that completes a tag anywhere inside itself leads to the stop state,
     whatever follows the tag in that token. `end_ids` (end of sequence) stop too. The
