@@ -171,6 +171,28 @@ def test_padding_of_scann_is_never_a_hit():
     ]
 
 
+class LastTieFirstSearcher:
+    """Exact, but of equal scores it returns the later rows."""
+
+    def __init__(self, vectors):
+        self.vectors = vectors
+
+    def search_batched(self, queries, final_num_neighbors):
+        backwards = (queries @ self.vectors.T)[:, ::-1]
+        order = np.argsort(-backwards, axis=1, kind="stable")[:, :final_num_neighbors]
+        rows = (len(self.vectors) - 1 - order).astype(np.uint32)
+        return rows, np.take_along_axis(backwards, order, 1)
+
+
+def test_more_is_asked_of_scann_until_no_tie_is_cut():
+    vectors = np.concatenate([np.tile(unit_rows(1), (300, 1)), unit_rows(40, seed=2)])
+    queries = np.concatenate([vectors[:1], vectors[310:311]])
+    exact = VectorSearch(vectors, Plan("exact")).search(queries, 3)
+    assert [row for row, _ in exact[0]] == [0, 1, 2]
+    fake = LastTieFirstSearcher(vectors)
+    assert VectorSearch(vectors, Plan("scann"), fake).search(queries, 3) == exact
+
+
 @needs_scann
 @pytest.mark.parametrize("kind", ["ah", "tree_ah"])
 def test_hashed_kinds_find_the_row_itself(kind):

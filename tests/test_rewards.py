@@ -1,3 +1,4 @@
+import importlib.util
 import json
 from pathlib import Path
 
@@ -107,6 +108,31 @@ def test_an_answer_inside_a_retrieved_passage_is_not_the_policys():
         "<answer> Paris </answer></information>\n\nI give up."
     )
     assert policy_score(written, ["Paris"]) == 0.0
+
+
+def test_the_real_response_report_explains_disagreements():
+    root = Path(__file__).parent.parent
+    path = root / "experiments" / "real_responses" / "score.py"
+    spec = importlib.util.spec_from_file_location("real_responses_score", path)
+    score = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(score)
+
+    def kinds(response, pred, em, golden=("Paris",)):
+        row = {"response": response, "pred": pred, "em": em, "golden_answers": golden}
+        return list(score.score_rows([row])["disagreements"])
+
+    right = "<answer>Paris</answer>"
+    assert kinds(right, "Paris", 1.0) == []
+    assert kinds(right, "Paris", 0.0) == ["unexplained"]
+    assert "another stretch" in kinds(right, "Rome", 0.0)[0]
+    assert "no complete answer" in kinds("<answer>Paris", "Paris", 1.0)[0]
+    assert "contains the gold" in kinds("<answer>in Paris</answer>", "in Paris", 1.0)[0]
+    assert "empty" in kinds("<answer>The</answer>", "The", 1.0, ("the",))[0]
+    observed = (
+        "<search> France </search>\n\n<information>Doc 1(Title: France (x)) a\n"
+        'Doc 2(Title: "Paris") b (c) d</information>\n\n<answer>Paris</answer>'
+    )
+    assert score.searches(observed) == [("France", {"france (x)", "paris"})]
 
 
 def test_f1_counts_words_with_repetition():
