@@ -9,8 +9,10 @@ import subprocess
 import sys
 
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers.pre_tokenizers import ByteLevel
 
 from lld_jax import world
 
@@ -53,7 +55,7 @@ def test_same_seed_same_world_in_another_process():
 def test_world_is_the_published_one():
     """Prepared data is reused: a change here needs a new `TinyWorld.VERSION`."""
     assert digest(world.generate(0, 20)) == (
-        "31b8affe2f94ace94252d8cd6026d9578bd94e148f052097ac2fc86c9c640156"
+        "6aaf6681b021045e89203dd3bed9b4a1654f34486f8a6934262cd7abd7f96931"
     )
 
 
@@ -84,6 +86,34 @@ def test_budget(big):
     names = {w for p in big.pages for w in words(p.title)}
     places = {w for q in all_questions(big) for w in words(q.golden_answers[0])}
     assert len(common.keys() - names - places) <= 300
+
+
+def test_two_pages_fit_80_tokens_of_another_worlds_tokeniser(big):
+    frame = (
+        "\n\n<information>Doc 1(Title: {0.title}) {0.text}\n"
+        "Doc 2(Title: {1.title}) {1.text}</information>\n\n"
+    )
+    other = world.generate(1, 300)
+    pairs = zip(other.pages, other.pages[::-1], strict=True)
+    texts = [frame.format(a, b) for a, b in pairs]
+    texts += [q.question for q in other.questions["train"]]
+    tokeniser = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokeniser.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=2000, initial_alphabet=ByteLevel.alphabet(), show_progress=False
+    )
+    tokeniser.train_from_iterator(texts, trainer)
+
+    def tokens(*texts):
+        return [len(e.ids) for e in tokeniser.encode_batch(list(texts))]
+
+    page = {p.title: p for p in big.pages}
+    two_hop = [q for q in big.questions["train"] if q.hops == 2]
+    both = tokens(*(frame.format(*(page[t] for t in q.support)) for q in two_hop))
+    assert max(both) <= 80
+    names = tokens(*(" " + title for title in page))
+    assert 2 <= sum(names) / len(names) <= 4
+    assert max(tokens(*(q.question for q in two_hop))) <= 20
 
 
 def test_names_are_unique_and_none_contains_another(big):
