@@ -19,7 +19,7 @@ _PARTS = ("_CHECKPOINT_METADATA", "state", "info")
 
 
 def open_checkpoints(directory: str | Path, *, keep: int) -> Checkpointer:
-    """Opens (and makes) a folder of checkpoints that keeps the last `keep` and the best.
+    """Opens (and makes) a folder that keeps the last `keep` checkpoints and the best.
 
     Leftovers of saves that were cut short are removed; a numbered folder that is no
     checkpoint (half copied, half deleted) is renamed to `<step>.broken`, since orbax
@@ -161,7 +161,7 @@ def _abstract(leaf):
 
 
 def _check_leaves(saved, target) -> None:
-    """Orbax pads, cuts and casts to the target; a resumed run must not."""
+    """Orbax casts to the target's dtype in silence and names no leaf: check first."""
     have, want = _signature(saved), _signature(target)
     problems = [
         f"{path}: saved {have.get(path, 'nothing')}, wanted {want.get(path, 'nothing')}"

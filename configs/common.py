@@ -1,0 +1,135 @@
+"""Every field of a run's config with the paper's settings (arXiv 2512.04220).
+
+The other files in this folder start from `get_config()` and change what they are
+about. `lld_jax/config.py` says which values a field may take.
+"""
+
+from ml_collections import ConfigDict
+
+from lld_jax import overrides
+from lld_jax.config import ConfigError
+
+# Short names for the argument of a config file: --config=configs/tiny.py:llds=0.1
+SHORT_NAMES = {
+    "llds": "llds.coef",
+    "gate": "llds.gate",
+    "normalizer": "llds.normalizer",
+    "answer": "llds.answer",
+    "policy": "loss.policy",
+    "kl": "loss.kl",
+    "entropy": "loss.entropy",
+    "average": "loss.average",
+    "lr": "optim.lr",
+    "updates": "optim.updates",
+    "steps": "steps",
+    "seed": "seed",
+}
+
+
+def get_config() -> ConfigDict:
+    config = ConfigDict()
+    config.seed = 0
+    config.steps = 1005  # rollout steps: one pass over the training questions
+    config.data_dir = "data"  # prepared question sets, corpora and indexes
+
+    config.model = model = ConfigDict()
+    model.path = "Qwen/Qwen2.5-3B"  # a Hugging Face folder, or a name on the hub
+    model.dtype = "bfloat16"  # of the computation; parameters and Adam are float32
+
+    config.mesh = mesh = ConfigDict()
+    mesh.data = 1  # hosts
+    mesh.fsdp = 8
+    mesh.tensor = 2  # splits the kv heads while sampling: 2 in the 3B model
+
+    config.world = world = ConfigDict()
+    world.seed = 0
+    world.size = 0  # entities of the synthetic encyclopaedia; 0 makes none
+
+    # A question source is a .jsonl or .jsonl.gz file or a TFDS name:split.
+    config.questions = questions = ConfigDict()
+    questions.train = ("data/train_nq_hotpotqa.jsonl",)
+    questions.eval = (
+        "data/nq.jsonl",
+        "data/triviaqa.jsonl",
+        "data/popqa.jsonl",
+        "data/hotpotqa.jsonl",
+        "data/2wikimultihopqa.jsonl",
+        "data/musique.jsonl",
+        "data/bamboogle.jsonl",
+    )
+
+    # Exactly one of index and url is set.
+    config.retrieval = retrieval = ConfigDict()
+    retrieval.index = "wiki18"  # a folder, as it stands or below data_dir
+    retrieval.url = ""  # a server that speaks Search-R1's /retrieve
+    retrieval.k = 3
+
+    config.rollout = rollout = ConfigDict()
+    rollout.template = "search"
+    rollout.questions = 512
+    rollout.group = 5
+    rollout.slots = 512  # trajectories in flight, of all hosts together
+    rollout.temperature = 1.0
+    rollout.max_turns = 3  # searches that get a reply; one last action follows
+    rollout.max_prompt = 2048  # this and the next three count tokens
+    rollout.max_action = 500
+    rollout.max_observation = 500
+    rollout.max_tokens = 4096  # of a trajectory: of a slot and of a row
+
+    config.loss = loss = ConfigDict()
+    loss.policy = "grpo"
+    loss.clip_low = 0.2
+    loss.clip_high = 0.2
+    loss.kl = 0.001
+    loss.entropy = 0.001  # in the authors' run, not in the paper's text
+    loss.average = "global"
+    loss.advantage_std = "sample"
+
+    config.llds = llds = ConfigDict()
+    llds.coef = 0.2  # lambda; 0 is plain GRPO
+    llds.gate = "action"
+    llds.normalizer = "preserved"
+    llds.answer = "none"  # LLDS-MA: how the penalty of answer tokens is weighted
+    llds.answer_weight = 0.0  # the weight where answer is 'constant'
+
+    config.optim = optim = ConfigDict()
+    optim.lr = 1e-6
+    optim.warmup = 286  # rollout steps; the first does not move
+    optim.decay = 0.01  # weight decay of AdamW
+    optim.b1 = 0.9
+    optim.b2 = 0.999
+    optim.clip = 1.0  # of the gradient's norm
+    optim.updates = 10  # per rollout batch
+    optim.micro_rows = 16  # rows whose activations are held at once, of all devices
+    optim.max_bad_steps = 5  # updates in a row without a finite gradient: stop
+
+    config.eval = evaluation = ConfigDict()
+    evaluation.every = 50  # steps; 0 evaluates only before and after
+    evaluation.sets = ()  # those of questions.eval scored during training; () is all
+    evaluation.max_turns = 4
+    evaluation.limit = 0  # questions of each set; 0 takes all
+
+    config.checkpoint = checkpoint = ConfigDict()
+    checkpoint.every = 50  # steps; 0 saves only the last
+    checkpoint.keep = 2  # the last ones; the best evaluation is kept beside them
+
+    config.diagnostics = diagnostics = ConfigDict()
+    diagnostics.every = 1  # steps; 0 is never
+    return config
+
+
+def apply_arg(config: ConfigDict, arg: str) -> ConfigDict:
+    """Applies `llds=0.1,gate=response` (see SHORT_NAMES) to a config, and returns it.
+
+    Raises ConfigError that lists the names if one of them is unknown.
+    """
+    for item in filter(None, arg.split(",")):
+        name, equals, value = item.partition("=")
+        if name not in SHORT_NAMES or not equals:
+            raise ConfigError(
+                f"config argument {item!r}: legal are name=value with a name of "
+                + ", ".join(SHORT_NAMES)
+                + "; other fields are set with --config.FIELD=VALUE"
+            )
+        overrides.set_field(config, SHORT_NAMES[name], value)
+    return config
