@@ -49,7 +49,7 @@ class Norm(nn.Module):
 
 
 def _rotate(x: jax.Array, sin: jax.Array, cos: jax.Array) -> jax.Array:
-    """Rotary positions on `[B, T, ..., H]`, halves paired as in the published weights."""
+    """Rotary positions on `[B, T, ..., H]`, first half paired with second half."""
     shape = sin.shape[:2] + (1,) * (x.ndim - 3) + sin.shape[-1:]
     sin, cos = sin.reshape(shape), cos.reshape(shape)
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
@@ -93,7 +93,7 @@ class Block(nn.Module):
 
 
 class Qwen2(nn.Module):
-    """Embeddings `[B, T, D]`, positions `[B, T]` -> hidden states `[B, T, D]`, cache."""
+    """Embeddings `[B, T, D]`, positions `[B, T]` -> hidden `[B, T, D]`, cache."""
 
     config: ModelConfig
     attend: Attend
@@ -173,3 +173,41 @@ def hidden_states(
     model = Qwen2(config, attend, layout, remat)
     hidden, _ = model.apply({"params": body}, layout.constrain(x), positions_BxT)
     return hidden
+
+
+def cached_hidden_states(
+    config: ModelConfig,
+    params: Any,
+    ids_ExN: jax.Array,
+    positions_ExN: jax.Array,
+    cache: tuple[jax.Array, jax.Array],
+    *,
+    rows_E: jax.Array | None,
+    blocks: jax.Array,
+    block: int,
+    dtype: jnp.dtype,
+    layout: Layout,
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """Appends tokens to cached slots: hidden states `[E, N, D]` and the new cache.
+
+    Arguments as in `attention.cache_attention`.
+    """
+
+    def attend(q, k, v, cache, layer):
+        return attention.cache_attention(
+            q,
+            k,
+            v,
+            cache,
+            layer,
+            rows_E=rows_E,
+            positions_ExN=positions_ExN,
+            blocks=blocks,
+            block=block,
+            layout=layout,
+        )
+
+    x = logprobs.embed(params["embedding"], ids_ExN, layout=layout).astype(dtype)
+    body = {"layers": params["layers"], "final_norm": params["final_norm"]}
+    model = Qwen2(config, attend, layout)
+    return model.apply({"params": body}, layout.constrain(x), positions_ExN, cache)
