@@ -396,11 +396,12 @@ def save(
 ) -> None:
     """Writes a folder that transformers (4 and 5) and `load` read.
 
-    `source` is the folder (or hub id) the model came from: the remaining fields of its config.json,
-    its generation_config.json, tokenizer and chat template are taken over. Tensors are
-    gathered one by one, cast to `dtype` (float32 or bfloat16), and split over several
-    files once they exceed `max_shard_bytes`. All is written beside `folder`, read back,
-    compared bit for bit and renamed into place; an earlier export there is replaced.
+    `source` is the folder or hub id the model came from: the other fields of its
+    config.json, its generation_config.json, tokenizer and chat template are taken over.
+    Tensors are gathered one by one, cast to `dtype` (float32 or bfloat16), and split
+    over several files once they exceed `max_shard_bytes`: no more is held at a time
+    on the host. All is written beside `folder`, read back, compared bit for bit and
+    renamed into place; an earlier export there is replaced.
     With several processes all have to call it; process 0 writes.
 
     Raises ValueError for parameters that do not fit `config`, FileExistsError if
