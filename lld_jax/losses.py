@@ -72,8 +72,7 @@ class LossConfig:
         for field in ("clip_high", "kl", "entropy", "llds_coef"):
             _check_number(field, getattr(self, field), 1e6)
         if self.llds_answer not in ANSWER_SCHEDULES:
-            names = ", 'paper' or 'authors'"
-            _check_number("llds_answer", self.llds_answer, 1.0, names)
+            _check_number("llds_answer", self.llds_answer, 1.0, ", 'paper', 'authors'")
 
 
 # ----------------------------------------------------------------------- advantages
