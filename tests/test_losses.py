@@ -531,6 +531,20 @@ def test_masked_values_reach_nothing(config, poison):
     assert np.isfinite(loss) and loss > 0
 
 
+@pytest.mark.parametrize(
+    "function",
+    [losses.token_ratio, losses.sequence_ratio, losses.kl_penalty]
+    + [losses.likelihood_drop, losses.displacement],
+)
+def test_masked_values_reach_nothing_without_jit(function):
+    """Op by op: a compiler may turn `x * mask` into a select, which hides a NaN."""
+    mask = np.array([[1, 0, 0]])
+    new, old = np.array([[-1.0, np.nan, -1.0]]), np.array([[-2.0, -2.0, np.inf]])
+    value, slope = jax.value_and_grad(lambda x: function(x, old, mask).sum())(new)
+    assert np.isfinite(value) and np.isfinite(slope).all()
+    assert not np.any(slope[:, 1:])
+
+
 @settings(max_examples=12, deadline=None)
 @given(
     st.integers(0, 10**6),
