@@ -22,39 +22,50 @@ def row_attention(
 ) -> jax.Array:
     """Causal attention inside segments, `[B, T, K, G, H]`.
 
-    A query block sees the keys up to its own end only, so half of the work of a long
-    row is never done; each block is recomputed in the backward pass.
+    A block of `block` queries sees the keys up to its own end only, so half of the work
+    of a long row is never done; each block is recomputed in the backward pass.
     """
-    T, H = q_BxTxKxGxH.shape[1], q_BxTxKxGxH.shape[-1]
+    B, T, K, G, H = q_BxTxKxGxH.shape
+    # Batch axes first: on a CPU the products are half again as fast as in any other
+    # order of the axes.
+    q_BxKxGxTxH = jnp.transpose(q_BxTxKxGxH * H**-0.5, (0, 2, 3, 1, 4))
+    k_BxKxTxH, v_BxKxTxH = (jnp.swapaxes(x, 1, 2) for x in (k_BxTxKxH, v_BxTxKxH))
 
-    def one(q, k, v, q_segment, k_segment, start):
+    @jax.checkpoint
+    def one(q, k, v, q_segment, k_segment):
+        t, s = q.shape[3], k.shape[2]
         scores = jnp.einsum(
-            "btkgh,bskh->bkgts", q, k, preferred_element_type=jnp.float32
-        )
-        t = start + jnp.arange(q.shape[1])
-        allowed = (jnp.arange(k.shape[1]) <= t[:, None]) & (
+            "bkth,bksh->bkts",
+            q.reshape(B, K, G * t, H),
+            k,
+            preferred_element_type=jnp.float32,
+        ).reshape(B, K, G, t, s)
+        # The block's queries are the last t of the s positions that it sees.
+        allowed = (jnp.arange(s) <= jnp.arange(s - t, s)[:, None]) & (
             q_segment[:, :, None] == k_segment[:, None, :]
         )
-        scores = jnp.where(allowed[:, None, None], scores * H**-0.5, _MASKED)
-        p = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-        return jnp.einsum("bkgts,bskh->btkgh", p, v)
+        scores = jnp.where(allowed[:, None, None], scores, _MASKED)
+        peak = jax.lax.stop_gradient(scores.max(-1, keepdims=True))
+        p = jnp.exp(scores - peak)
+        out = jnp.einsum(
+            "bkts,bksh->bkth",
+            p.astype(v.dtype).reshape(B, K, G * t, s),
+            v,
+            preferred_element_type=jnp.float32,
+        ).reshape(B, K, G, t, H)
+        return (out / p.sum(-1)[..., None]).astype(q.dtype)
 
-    if block >= T:
-        return one(q_BxTxKxGxH, k_BxTxKxH, v_BxTxKxH, segments_BxT, segments_BxT, 0)
-    outs = []
-    for start in range(0, T, block):
-        end = min(start + block, T)
-        outs.append(
-            jax.checkpoint(one, static_argnums=5)(
-                q_BxTxKxGxH[:, start:end],
-                k_BxTxKxH[:, :end],
-                v_BxTxKxH[:, :end],
-                segments_BxT[:, start:end],
-                segments_BxT[:, :end],
-                start,
-            )
+    outs = [
+        one(
+            q_BxKxGxTxH[:, :, :, start : start + block],
+            k_BxKxTxH[:, :, : start + block],
+            v_BxKxTxH[:, :, : start + block],
+            segments_BxT[:, start : start + block],
+            segments_BxT[:, : start + block],
         )
-    return jnp.concatenate(outs, axis=1)
+        for start in range(0, T, block)
+    ]
+    return jnp.transpose(jnp.concatenate(outs, axis=3), (0, 3, 1, 2, 4))
 
 
 def cache_attention(

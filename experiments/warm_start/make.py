@@ -29,7 +29,7 @@ CONFIG = model.ModelConfig(
     vocab=2048,
     width=128,
     mlp=384,
-    layers=4,
+    layers=3,
     kv_heads=2,
     group=2,
     head_dim=32,
@@ -40,7 +40,7 @@ CONFIG = model.ModelConfig(
 VOCAB = 2000  # ids that the tokenizer knows; the rest of the rows is padding
 SIZE = 600  # people in each demonstration world, as in the world RL trains on
 FIRST_SEED = 1000  # demonstration worlds; RL's world has another seed
-ROW = 512
+ROW = 256
 _FIELDS = ("ids", "mask", "segment", "at", "right")
 
 
@@ -108,7 +108,7 @@ def demonstrate(
 
 
 def pack(rows: list[demos.Demo]) -> Iterator[dict[str, np.ndarray]]:
-    """Fills rows of `ROW` tokens with whole demonstrations, in order (first fit)."""
+    """Fills rows of `ROW` tokens with whole demonstrations, each as it comes."""
 
     def finish(parts: list[demos.Demo]) -> dict[str, np.ndarray]:
         out = {k: np.zeros(ROW, np.int32) for k in _FIELDS}
@@ -162,6 +162,7 @@ def train(
             x["segment"],
             dtype=jnp.float32,
             layout=layout,
+            block=64,
         )
         logps, _ = logprobs.token_logprobs(
             hidden,
@@ -203,8 +204,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--worlds", type=int, default=24)
     parser.add_argument("--demos", type=int, default=6000, help="in each world")
-    parser.add_argument("--steps", type=int, default=4000)
-    parser.add_argument("--batch", type=int, default=16, help="rows of 512 tokens")
+    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--batch", type=int, default=32, help=f"rows of {ROW} tokens")
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--context-weight", type=float, default=0.3)
     parser.add_argument("--seed", type=int, default=0)
