@@ -10,7 +10,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -160,6 +160,13 @@ def _restore(value):
 def progress_bar(total: int, start: int = 0) -> tqdm:
     """A bar over steps `start`..`total` on stderr; silent where that is no terminal."""
     return tqdm(total=total, initial=start, unit="step", disable=None)
+
+
+@contextmanager
+def work_bar(total: int, name: str) -> Iterator[Callable[[int], None]]:
+    """A passing bar for `total` pieces of work; yields `moved(done)`."""
+    with tqdm(total=total, desc=name, leave=False, disable=None) as bar:
+        yield bar.update
 
 
 def show_progress(

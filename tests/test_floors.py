@@ -33,11 +33,14 @@ FLOORS = {
     "checkpoint": 2,
     "decoding": 3,
     "hf": 3,
+    "batch": 1,
+    "workdir": 1,
     "rollout": 4,
-    "evaluate": 5,
-    "report": 5,
-    "train": 6,
-    "main": 7,
+    "agent": 5,
+    "evaluate": 6,
+    "report": 6,
+    "train": 7,
+    "main": 8,
 }
 # Libraries that only these modules may import.
 ONLY_IN = {

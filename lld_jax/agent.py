@@ -1,0 +1,172 @@
+"""Everything that a config names, opened: model, tokenizer, retriever, programs."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from ml_collections import ConfigDict
+
+from lld_jax import config as config_lib
+from lld_jax import decoding, hf, model, parallel, questions, rewards
+from lld_jax.questions import Question
+from lld_jax.retrieval.build import open_index
+from lld_jax.rollout import Limits, rollout, tasks_of
+from lld_jax.search import (
+    Codec,
+    SearchEnvironment,
+    Trajectory,
+    final_answer,
+    load_template,
+)
+from lld_jax.stop import stop_table
+
+# Entries of an extend call: a fifth of the slots, since stops come in dribs and drabs.
+_EXTEND_SHARE = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Agent:
+    """The parts of a run that do not change while it trains."""
+
+    config: ConfigDict
+    model: model.ModelConfig
+    folder: Path  # the Hugging Face folder that the policy started from
+    codec: Codec
+    environment: SearchEnvironment
+    programs: decoding.Programs
+    training: parallel.Layout
+    sources: dict[str, str]  # the world's short names of question sources
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return jnp.dtype(self.config.model.dtype)
+
+    @property
+    def rows(self) -> int:
+        """Trajectories of a rollout batch."""
+        return self.config.rollout.questions * self.config.rollout.group
+
+    def questions(self, sources: str | Sequence[str]) -> list[Question]:
+        """All questions of a source, or of several one after another."""
+        sources = (sources,) if isinstance(sources, str) else sources
+        names = tuple(self.sources.get(source, source) for source in sources)
+        return questions.load(names, self.config.data_dir)
+
+
+def open_agent(config: ConfigDict) -> Agent:
+    """Opens what `config` names; the cheap checks come first, no weight is read.
+
+    Raises:
+      ConfigError, ValueError: a field that does not fit the model, the tokenizer or
+        the devices; names the field.
+    """
+    folder = hf.resolve(config.model.path)
+    model_config = hf.read_config(folder)
+    config_lib.check_model(config, kv_heads=model_config.kv_heads)
+    mesh = parallel.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
+    training, serving = parallel.train_layout(mesh), parallel.rollout_layout(mesh)
+    codec = hf.load_codec(folder)
+    limits = config.rollout
+    template = load_template(limits.template)
+
+    sources, index = {}, config.retrieval.index
+    if config.world.size:
+        world = questions.prepare_world(
+            config.data_dir, config.world.seed, config.world.size
+        )
+        for split in ("train", "validation_seen", "validation_unseen"):
+            sources[f"tiny_world:{split}"] = getattr(world, split)
+        index = world.corpus if index == "tiny_world" else index
+    if config.retrieval.url:
+        raise config_lib.ConfigError(
+            f"retrieval.url: {config.retrieval.url!r}; there is no HTTP client "
+            "yet; legal is retrieval.index"
+        )
+    if not Path(index).expanduser().exists():
+        index = Path(config.data_dir) / index
+    environment = SearchEnvironment(
+        codec=codec,
+        retriever=open_index(Path(index).expanduser()),
+        template=template,
+        k=config.retrieval.k,
+        max_observation=limits.max_observation,
+        max_prompt=limits.max_prompt,
+    )
+    shards = serving.size(serving.batch)
+    share = max(1, limits.slots // shards // _EXTEND_SHARE)
+    programs = decoding.make_programs(
+        model_config,
+        decoding.Shapes(
+            slots=limits.slots,
+            tokens=limits.max_tokens,
+            extend_rows=shards * share,
+            extend_tokens=min(256, max(limits.max_prompt, limits.max_observation)),
+        ),
+        stop_table(codec.token_bytes, end_ids=codec.end_ids),
+        dtype=jnp.dtype(config.model.dtype),
+        valid_vocab=len(codec.token_bytes),
+        layout=serving,
+    )
+    return Agent(
+        config=config,
+        model=model_config,
+        folder=folder,
+        codec=codec,
+        environment=environment,
+        programs=programs,
+        training=training,
+        sources=sources,
+    )
+
+
+def load_params(agent: Agent, folder: Path | None = None) -> Any:
+    """Float32 parameters in the training layout, by default those of `model.path`."""
+    layout = agent.training
+    shardings = parallel.param_shardings(
+        model.abstract_params(agent.model, layout), layout
+    )
+    return hf.load(folder or agent.folder, agent.model, shardings)
+
+
+def publisher(agent: Agent) -> Callable[[Any], Any]:
+    """`publish(params)`: one jitted cast to `model.dtype` in the rollout layout."""
+    layout = agent.programs.layout
+    shardings = parallel.param_shardings(
+        model.abstract_params(agent.model, layout), layout
+    )
+
+    def publish(params):
+        return jax.tree.map(lambda x: x.astype(agent.dtype), params)
+
+    return jax.jit(publish, out_shardings=shardings)
+
+
+def sample(
+    agent: Agent,
+    published: Any,
+    draws: Sequence[tuple[int, Question]],
+    *,
+    group: int,
+    seed: int,
+    temperature: float,
+    max_turns: int,
+    on_progress: Callable[[int], None] = lambda done: None,
+) -> tuple[list[Trajectory], dict[str, float]]:
+    """`group` scored trajectories of each draw, in order, and counters of the run."""
+    trajectories, stats = rollout(
+        agent.programs,
+        published,
+        agent.environment,
+        tasks_of(draws, group),
+        Limits(max_turns=max_turns, max_action=agent.config.rollout.max_action),
+        seed=seed,
+        temperature=temperature,
+        on_progress=on_progress,
+    )
+    for traj in trajectories:
+        answer = final_answer(traj, agent.codec.token_bytes)
+        traj.reward = rewards.exact_match(answer, traj.golden_answers)
+    return trajectories, stats

@@ -1,0 +1,151 @@
+"""The folder of a run, and how a run is told to stop.
+
+config.json         the resolved config; a run resumes only with an equal one
+metrics.jsonl       one line a step; tensorboard/ holds the same
+trajectories/       <step>.jsonl, every trajectory that was trained on
+checkpoints/        the last ones and the best
+export/             the final policy as a Hugging Face folder
+summary.json        the result; a folder that has it is a finished run
+"""
+
+import json
+import os
+import signal
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from lld_jax import config as config_lib
+from lld_jax.search import Trajectory, to_json
+
+
+class Preempted(Exception):
+    """The process was told to end, and what was finished is saved."""
+
+
+class Stop:
+    """Turns SIGTERM and Ctrl-C into `Preempted` at the next safe point.
+
+    A context manager for the main thread; a second signal ends the process at once.
+    """
+
+    def __init__(self):
+        self._told: int | None = None
+        self._before: dict[int, Any] = {}
+
+    def watch(self, moved: Callable[[int], None]) -> Callable[[int], None]:
+        """A progress callback that also raises `Preempted` once a signal has come."""
+
+        def on_progress(done: int) -> None:
+            moved(done)
+            self.check()
+
+        return on_progress
+
+    def check(self) -> None:
+        if self._told is not None:
+            name = signal.Signals(self._told).name
+            raise Preempted(f"stopped by {name}; start the same command to go on")
+
+    def _handle(self, number: int, frame: Any) -> None:
+        self._told = number
+        signal.signal(number, self._before[number])
+
+    def __enter__(self) -> "Stop":
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *exc) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
+def claim(config: ConfigDict, workdir: str | Path) -> Path:
+    """Makes the folder of a new run, or checks that an unfinished one may go on.
+
+    Raises:
+      ConfigError: the folder holds a finished run, one with another config (the
+        fields are listed), or something else.
+    """
+    workdir = Path(workdir).expanduser().absolute()
+    saved = workdir / "config.json"
+    if (workdir / "summary.json").exists():
+        raise config_lib.ConfigError(
+            f"workdir: {str(workdir)!r} holds a finished run; choose another folder"
+        )
+    if saved.exists():
+        config_lib.check_resume(config_lib.from_json(saved.read_text()), config)
+    elif workdir.exists() and (not workdir.is_dir() or any(workdir.iterdir())):
+        raise config_lib.ConfigError(
+            f"workdir: {str(workdir)!r} holds something that is no run; legal is a new "
+            "or empty folder, or an unfinished run"
+        )
+    else:
+        (workdir / "trajectories").mkdir(parents=True)
+        _replace(saved, config_lib.to_json(config))
+    return workdir
+
+
+def write_trajectories(
+    workdir: Path, step: int, trajectories: Sequence[Trajectory]
+) -> None:
+    """One JSON line a trajectory in `trajectories/<step>.jsonl`, replaced whole."""
+    lines = [json.dumps(to_json(traj)) + "\n" for traj in trajectories]
+    _replace(workdir / "trajectories" / f"{step}.jsonl", "".join(lines))
+
+
+def write_summary(
+    workdir: Path, info: dict[str, Any], after: dict[str, float], speeds: dict
+) -> dict[str, Any]:
+    """Writes `summary.json`, which marks the run as finished, and returns it.
+
+    Args:
+      info: `seconds` of the run and the evaluation metrics `before` training.
+      after: evaluation metrics after training.
+      speeds: `rollout` and `train` tokens per second over the run.
+    """
+    before = info["before"]
+
+    def pick(what: str) -> dict[str, Any]:
+        return {
+            mode: {
+                when: scores[f"eval/{mode}/{what}"]
+                for when, scores in (("before", before), ("after", after))
+            }
+            for mode in ("greedy", "sampled")
+        }
+
+    parts = [k.split("/")[2] for k in after if k.count("/") == 3 and "greedy" in k]
+    by = {
+        part: {what: pick(f"{part}/{what}") for what in ("exact_match", "searches")}
+        | {"questions": int(after[f"eval/greedy/{part}/questions"])}
+        for part in dict.fromkeys(parts)
+    }
+    summary = {
+        "exact_match": pick("exact_match"),
+        "searches": pick("searches"),
+        "questions": int(after["eval/greedy/questions"]),
+        "by_hops": {k.removeprefix("hops"): v for k, v in by.items() if "hops" in k},
+        "by_set": {k: v for k, v in by.items() if "hops" not in k},
+        "seconds": info["seconds"],
+        "tokens_per_s": speeds,
+        "paths": {
+            name: str(workdir / name)
+            for name in ("config.json", "metrics.jsonl", "trajectories", "export")
+        },
+    }
+    _replace(workdir / "summary.json", json.dumps(summary, indent=2) + "\n")
+    return summary
+
+
+def _replace(path: Path, text: str) -> None:
+    """Writes a file so that a kill leaves the old one or the new one."""
+    scratch = path.with_name(path.name + ".tmp")
+    with scratch.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(scratch, path)
