@@ -39,6 +39,7 @@ class Agent:
     programs: decoding.Programs
     training: parallel.Layout
     sources: dict[str, str]  # the world's short names of question sources
+    corpus: Path  # the corpus file or the index folder that is searched
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -85,11 +86,12 @@ def open_agent(config: ConfigDict) -> Agent:
             f"retrieval.url: {config.retrieval.url!r}; there is no HTTP client "
             "yet; legal is retrieval.index"
         )
-    if not Path(index).expanduser().exists():
-        index = Path(config.data_dir) / index
+    corpus = Path(index).expanduser()
+    if not corpus.exists():
+        corpus = Path(config.data_dir).expanduser() / index
     environment = SearchEnvironment(
         codec=codec,
-        retriever=open_index(Path(index).expanduser()),
+        retriever=open_index(corpus),
         template=template,
         k=config.retrieval.k,
         max_observation=limits.max_observation,
@@ -119,6 +121,7 @@ def open_agent(config: ConfigDict) -> Agent:
         programs=programs,
         training=training,
         sources=sources,
+        corpus=corpus,
     )
 
 
