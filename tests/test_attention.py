@@ -1,0 +1,122 @@
+"""Attention over rows and over a cache against the dense definition."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import serving_device
+
+from lld_jax import attention
+
+B, T, K, G, H = 2, 13, 2, 3, 4
+
+
+@pytest.fixture(scope="module")
+def case():
+    rng = np.random.default_rng(0)
+    shapes = {"q": (B, T, K, G, H), "k": (B, T, K, H), "v": (B, T, K, H)}
+    qkv = [rng.normal(size=shape).astype(np.float32) for shape in shapes.values()]
+    segments = np.array([[1] * 5 + [2] * 6 + [0] * 2, [1] * 13])
+    return qkv, segments
+
+
+def dense(q, k, v, segments):
+    scores = jnp.einsum("btkgh,bskh->bkgts", q, k) / np.sqrt(H)
+    allowed = np.tril(np.ones((T, T), bool)) & (
+        segments[:, :, None] == segments[:, None, :]
+    )
+    scores = jnp.where(allowed[:, None, None], scores, -jnp.inf)
+    return jnp.einsum("bkgts,bskh->btkgh", jax.nn.softmax(scores), v)
+
+
+@pytest.mark.parametrize("block", [3, 4, 64])
+def test_rows_against_the_dense_form(case, block):
+    qkv, segments = case
+    weight = np.random.default_rng(1).normal(size=(B, T, K, G, H)).astype(np.float32)
+
+    def run(function):
+        def total(qkv):
+            out = function(*qkv)
+            return (out * weight).sum(), out
+
+        return jax.jit(jax.grad(total, has_aux=True))(qkv)
+
+    grads, out = run(
+        lambda q, k, v: attention.row_attention(q, k, v, segments, block=block)
+    )
+    expected, wanted = run(lambda q, k, v: dense(q, k, v, segments))
+    np.testing.assert_allclose(out, wanted, atol=1e-6)
+    for a, b in zip(grads, expected, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def test_large_scores_stay_finite(case):
+    (q, k, v), segments = case
+    out = attention.row_attention(q * 1e4, k, v, segments, block=4)
+    assert np.isfinite(out).all()
+
+
+L, R, S, BLOCK = 2, 4, 16, 4
+
+
+@pytest.fixture(scope="module")
+def cached():
+    """A cache of noise (stale keys of earlier trajectories), and jitted attention."""
+    rng = np.random.default_rng(2)
+    noise = [rng.normal(size=(L, R, K, S, H)).astype(np.float32) for _ in "kv"]
+
+    @jax.jit
+    def attend(q, k, v, cache, rows, positions, blocks):
+        return attention.cache_attention(
+            q,
+            k,
+            v,
+            cache,
+            jnp.int32(1),
+            rows_E=rows,
+            positions_ExN=positions,
+            blocks=blocks,
+            block=BLOCK,
+            layout=serving_device(),
+        )
+
+    return tuple(noise), attend
+
+
+def test_a_row_appended_in_pieces_to_a_dirty_cache(case, cached):
+    """5, then 8 tokens in slots 3 and 1 give what the whole rows give at once."""
+    (q, k, v), _ = case
+    noise, attend = cached
+    wanted = dense(q, k, v, np.ones((B, T), int))
+    rows, cache, outs = np.array([3, 1]), noise, []
+    for start, stop in ((0, 5), (5, 13)):
+        positions = np.full((B, 8), S)
+        positions[:, : stop - start] = np.arange(start, stop)
+        piece = [
+            np.pad(
+                x[:, start:stop],
+                ((0, 0), (0, 8 - stop + start)) + ((0, 0),) * (x.ndim - 2),
+                constant_values=9.0,
+            )
+            for x in (q, k, v)
+        ]
+        out, cache = attend(*piece, cache, rows, positions, -(-stop // BLOCK))
+        outs.append(out[:, : stop - start])
+    np.testing.assert_allclose(np.concatenate(outs, 1), wanted, atol=1e-6)
+    for before, after, new in zip(noise, cache, (k, v), strict=True):
+        expected = before.copy()
+        expected[1][rows, :, :T] = np.swapaxes(new, 1, 2)
+        np.testing.assert_array_equal(after, expected)  # nothing else was written
+
+
+def test_blocks_beyond_the_end_of_a_slot_change_no_bit(case, cached):
+    (q, k, v), _ = case
+    noise, attend = cached
+    piece = [x[:, :1].repeat(2, axis=0) for x in (q, k, v)]  # slots 0..3, decode
+    positions = np.array([[2], [7], [S], [5]])  # slot 2 does not run
+    short, _ = attend(*piece, noise, None, positions, 2)
+    long, cache = attend(*piece, noise, None, positions, 4)
+    running = np.array([0, 1, 3])
+    np.testing.assert_array_equal(short[running], long[running])
+    np.testing.assert_array_equal(cache[0][:, 2], noise[0][:, 2])
+    np.testing.assert_array_equal(cache[0][1, 3, :, 5], piece[1][3, 0])
