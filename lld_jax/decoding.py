@@ -106,8 +106,9 @@ def sample(
         drawn = jnp.where(mine, offset + b[:, 0] * _BLOCK + pick, 0)
         drawn = jax.lax.psum(drawn, axes)
 
+        # Not `==`: NaN, too, must give an id that the vocabulary has.
         best = jnp.where(
-            logits.max(-1) == peak, offset + logits.argmax(-1), np.iinfo(np.int32).max
+            logits.max(-1) < peak, np.iinfo(np.int32).max, offset + logits.argmax(-1)
         )
         token = jnp.where(temperature > 0, drawn, jax.lax.pmin(best, axes))
         row = token - offset

@@ -46,6 +46,7 @@ def of_rollout(
         ),
         "rollout/decoded": float(stats["decoded"]),
         "rollout/kept": float(stats["kept"]),
+        "rollout/occupancy": stats["occupancy"],
         "time/rollout_device": stats["seconds_device"],
         "time/rollout_environment": stats["seconds_environment"],
         **{

@@ -90,7 +90,8 @@ def rollout(
 
     Returns:
       trajectories in the order of `tasks`, unscored, and counters of the run: seconds
-      by phase, tokens decoded, decode steps, occupancy.
+      by phase, tokens decoded and kept, decode steps, occupancy (the share of slots
+      that a decode step moves on).
     """
     shapes, S = programs.shapes, programs.shapes.tokens
     slots = programs.init()
@@ -100,6 +101,7 @@ def rollout(
     prompts: dict[str, list[int]] = {}
     stats: Counter[str] = Counter()
     appends: list[_Append] = []
+    held = np.zeros(shapes.slots, int)  # tokens of each slot that are counted
     while queue or live:
         began = time.perf_counter()
         leaders: dict[tuple[int, int], int] = {}  # of (draw, shard)
@@ -129,7 +131,8 @@ def rollout(
                 forks.append((leader, slot))
         slots = _extend(programs, params, slots, appends, live, limits)
         slots = _fork(programs, slots, forks, live)
-        before = sum(len(traj.ids) for _, traj in live.values())
+        for slot, (_, traj) in live.items():
+            held[slot] = max(held[slot], len(traj.ids))
         slots = programs.decode(
             params,
             slots,
@@ -140,7 +143,10 @@ def rollout(
         )
         read = ("running", "length", "ids", "logps")
         running, length, ids, logps = jax.device_get([slots[name] for name in read])
-        stats["decoded"] += int(sum(length[slot] for slot in live)) - before
+        grown = [int(length[slot] - held[slot]) for slot in live]
+        held = np.array(length)
+        stats["decoded"] += sum(grown)
+        stats["steps"] += max(grown)
         stats["seconds_device"] += time.perf_counter() - began
 
         began = time.perf_counter()
@@ -168,12 +174,14 @@ def rollout(
             if reply.ids is None:
                 traj.reason = reply.reason
                 done[index] = live.pop(slot)[1]
+                held[slot] = 0
             else:
                 append_observation(traj, reply.ids)
                 appends.append(_Append(slot, reply.ids, False))
         on_progress(len(stopped) - len(appends))
         stats["seconds_environment"] += time.perf_counter() - began
     stats["kept"] = sum(sum(traj.mask) for traj in done.values())
+    stats["occupancy"] = stats["decoded"] / max(1, stats["steps"] * shapes.slots)
     return [done[i] for i in range(len(tasks))], dict(stats)
 
 

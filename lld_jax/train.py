@@ -281,12 +281,13 @@ def train(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
                     for name, x in batch.items()
                 }
                 # The first update needs no old logps: its own are the same numbers.
-                stacked["old_logps"] = logps_fn(
-                    state["params"], stacked, each, n - each
-                )
-                stacked["ref_logps"] = logps_fn(
-                    reference, stacked, 0, n if settings.kl else 0
-                )
+                # Both calls see the same names: another tree would compile anew.
+                stacked |= {
+                    "old_logps": logps_fn(state["params"], stacked, each, n - each),
+                    "ref_logps": logps_fn(
+                        reference, stacked, 0, n if settings.kl else 0
+                    ),
+                }
                 jax.block_until_ready(stacked)
 
             # ----------------------------------------------------------------- updates

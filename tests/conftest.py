@@ -1,5 +1,6 @@
 """What several test files share; one folder of compiled programs for a whole run."""
 
+import copy
 import os
 import shutil
 import sys
@@ -28,9 +29,65 @@ def policy(tmp_path_factory) -> Path:
     return tiny.make_folder(tmp_path_factory.mktemp("policy"))
 
 
-@pytest.fixture
-def config(tmp_path, policy):
-    """A config of a short run with its questions below `tmp_path`."""
+@pytest.fixture(scope="session")
+def shared_config(tmp_path_factory, policy):
+    """The config of a short run, its questions and its world; not to be changed."""
     import tiny
 
-    return tiny.make_config(tmp_path, policy)
+    return tiny.make_config(tmp_path_factory.mktemp("shared"), policy)
+
+
+@pytest.fixture
+def config(shared_config):
+    """A copy of the shared config for a test to change."""
+    return copy.deepcopy(shared_config)
+
+
+@pytest.fixture(scope="session")
+def agent(shared_config):
+    """Everything that the shared config names, opened."""
+    from lld_jax import agent
+
+    return agent.open_agent(shared_config)
+
+
+@pytest.fixture(scope="session")
+def params(agent):
+    """The small policy's parameters in the training layout."""
+    from lld_jax import agent as agent_lib
+
+    return agent_lib.load_params(agent)
+
+
+@pytest.fixture(scope="session")
+def published(agent, params):
+    """The same in the rollout layout."""
+    from lld_jax import agent as agent_lib
+
+    return agent_lib.publisher(agent)(params)
+
+
+@pytest.fixture(scope="session")
+def functions(agent):
+    """The jitted `init, logps_fn, update_fn, weigh` of the shared config."""
+    from lld_jax import train
+
+    return train.make_functions(agent)
+
+
+@pytest.fixture(scope="session")
+def trajectories(agent, published):
+    """A rollout batch of the shared config: 4 draws with 3 samples each."""
+    from lld_jax import agent as agent_lib
+
+    questions = agent.questions(agent.config.questions.train)
+    made, _ = agent_lib.sample(
+        agent,
+        published,
+        list(enumerate(questions[:4])),
+        group=3,
+        seed=3,
+        temperature=1.0,
+        max_turns=2,
+    )
+    return made

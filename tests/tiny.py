@@ -122,7 +122,7 @@ def make_config(root: Path, policy: Path) -> ConfigDict:
     )
     config.rollout.questions = 4
     config.rollout.group = 3
-    config.rollout.slots = 6
+    config.rollout.slots = 10
     config.rollout.max_turns = 2
     config.rollout.max_prompt = 64
     config.rollout.max_action = 10
