@@ -59,8 +59,8 @@ def get_config(arg: str = "") -> ConfigDict:
     config.optim.updates = 4
     config.optim.micro_rows = 25
 
-    config.eval.every = 20
+    config.eval.every = 25
     config.eval.max_turns = 3
-    config.eval.limit = 100
-    config.checkpoint.every = 20
+    config.eval.limit = 200
+    config.checkpoint.every = 25
     return common.apply_arg(config, arg)

@@ -31,6 +31,7 @@ from lld_jax.questions import question_of_draw
 from lld_jax.workdir import Preempted, Stop, claim, write_summary, write_trajectories
 
 _QUERY_BLOCK = 64  # of attention on a CPU, where short blocks are fastest
+_LOGITS = 1 << 25  # logits that one device holds at once
 
 
 class Diverged(RuntimeError):
@@ -76,6 +77,8 @@ def make_functions(agent: Agent) -> tuple[Any, Any, Any, Any]:
         optax.add_decayed_weights(config.optim.decay),
     )
     on_cpu = layout.mesh.devices.flat[0].platform == "cpu"
+    column = config.optim.micro_rows * agent.model.vocab // layout.size(layout.vocab)
+    chunk = max(1, min(config.rollout.max_tokens, _LOGITS // column))
 
     def forward(params, micro):
         hidden = model.hidden_states(
@@ -95,7 +98,7 @@ def make_functions(agent: Agent) -> tuple[Any, Any, Any, Any]:
             micro["ids"],
             temperature=config.rollout.temperature,
             valid_vocab=len(agent.codec.token_bytes),
-            chunk=min(config.rollout.max_tokens, 512),
+            chunk=chunk,
             layout=layout,
         )
 

@@ -26,7 +26,10 @@ BEHAVIOURS: Mapping[str, Mapping[str, float]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Demo:
-    """A finished demonstration: ids `[T]` and mask `[T]` (1 on action tokens)."""
+    """A finished demonstration: ids `[T]`, mask `[T]`, and what it shows.
+
+    The mask is 1 on action tokens, and 2 on those of an answer read from a passage.
+    """
 
     ids: list[int]
     mask: list[int]
@@ -90,8 +93,9 @@ def make(
                 ("search", queries[turn]) if turn < len(queries) else ("answer", answer)
             )
             action = codec.encode(f"<{tag}> {text} </{tag}>")
+            read = tag == "answer" and turn > 0
             ids[i] += action
-            masks[i] += [1] * len(action)
+            masks[i] += [2 if read else 1] * len(action)
             batch.append(Turn(picked[i].question, action, turn, False, 10**6))
         for i, reply in zip(live, environment.step(batch), strict=True):
             if reply.ids is not None:

@@ -108,7 +108,7 @@ def demonstrate(
 
 
 def pack(rows: list[demos.Demo]) -> Iterator[dict[str, np.ndarray]]:
-    """Fills rows of `ROW` tokens with whole demonstrations, each as it comes."""
+    """Fills rows of `ROW` tokens with whole demonstrations: first fit, 32 rows open."""
 
     def finish(parts: list[demos.Demo]) -> dict[str, np.ndarray]:
         out = {k: np.zeros(ROW, np.int32) for k in _FIELDS}
@@ -121,14 +121,20 @@ def pack(rows: list[demos.Demo]) -> Iterator[dict[str, np.ndarray]]:
             start = span.stop
         return out
 
-    parts: list[demos.Demo] = []
+    opened: list[list[demos.Demo]] = []
     for row in rows:
-        if sum(len(p.ids) for p in parts) + len(row.ids) > ROW:
-            yield finish(parts)
-            parts = []
+        fits = (
+            parts
+            for parts in opened
+            if sum(len(p.ids) for p in parts) + len(row.ids) <= ROW
+        )
+        parts = next(fits, None)
+        if parts is None:
+            if len(opened) == 32:
+                yield finish(opened.pop(0))
+            opened.append(parts := [])
         parts.append(row)
-    if parts:
-        yield finish(parts)
+    yield from map(finish, opened)
 
 
 def train(
@@ -139,12 +145,14 @@ def train(
     batch: int,
     lr: float,
     context_weight: float,
+    read_weight: float,
     seed: int,
 ):
-    """Next-token training; observations and questions count `context_weight`.
+    """Next-token training, with weights by what a token teaches.
 
-    Predicting the observations, too, is what teaches a small model to copy names: a
-    page repeats its title.
+    Observations and questions count `context_weight`: predicting them, too, is what
+    teaches a small model to copy names, since a page repeats its title. Answers that
+    were read from a passage count `read_weight`, other action tokens 1.
     """
     layout = parallel.train_layout(parallel.make_mesh(1, 1, 1, jax.devices()[:1]))
     params = model.init(CONFIG, jax.random.key(seed), layout)
@@ -174,10 +182,10 @@ def train(
             layout=layout,
         )
         real = x["at"] > 0
-        action, context = real & (x["mask"] == 1), real & (x["mask"] == 0)
-        weight = action + context_weight * context
+        by_kind = jnp.array([context_weight, 1.0, read_weight])
+        weight = jnp.where(real, by_kind[x["mask"]], 0.0)
         loss = -(weight * logps).sum() / weight.sum()
-        right = action & (x["right"] == 1)
+        right = (x["mask"] > 0) & (x["right"] == 1)
         return loss, -jnp.where(right, logps, 0).sum() / right.sum()
 
     @jax.jit
@@ -203,11 +211,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--worlds", type=int, default=24)
-    parser.add_argument("--demos", type=int, default=6000, help="in each world")
-    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--demos", type=int, default=4000, help="in each world")
+    parser.add_argument("--steps", type=int, default=2500)
     parser.add_argument("--batch", type=int, default=32, help=f"rows of {ROW} tokens")
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--context-weight", type=float, default=0.3)
+    parser.add_argument("--read-weight", type=float, default=4.0)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     began = time.time()
@@ -237,6 +246,7 @@ def main() -> None:
             batch=args.batch,
             lr=args.lr,
             context_weight=args.context_weight,
+            read_weight=args.read_weight,
             seed=args.seed,
         )
         hf.save(args.out, params, CONFIG, source)
