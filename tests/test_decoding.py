@@ -85,7 +85,7 @@ def test_sick_states_still_give_ids_of_the_vocabulary(logits, temperature):
     assert (tokens >= 0).all() and (tokens < VALID).all()
 
 
-# ------------------------------------------------------ the programs, on the small agent
+# ------------------------------------------------ the programs, on the small agent
 
 
 def request(programs, appends: dict[int, list[int]], **fields):

@@ -1,0 +1,142 @@
+"""Whole rollouts of the small policy: the sampler and the trainer see the same text."""
+
+import numpy as np
+import pytest
+from tiny import serving_device
+
+from lld_jax import decoding, metrics
+from lld_jax.batch import pack
+from lld_jax.rollout import Limits, rollout, tasks_of
+from lld_jax.stop import stop_table
+
+
+@pytest.fixture(scope="module")
+def tasks(agent):
+    questions = agent.questions(agent.config.questions.train)
+    return tasks_of(list(enumerate(questions[:4])), 3)
+
+
+def run(agent, published, tasks, programs=None, temperature=1.0, seed=3):
+    limits = Limits(max_turns=2, max_action=agent.config.rollout.max_action)
+    return rollout(
+        programs or agent.programs,
+        published,
+        agent.environment,
+        tasks,
+        limits,
+        seed=seed,
+        temperature=temperature,
+    )[0]
+
+
+def test_the_batch_is_worth_testing_with(trajectories):
+    """Several turns, searches, invalid actions, every way to end but one."""
+    assert {t.reason for t in trajectories} >= {"answered", "turns", "invalid"}
+    assert sum(t.counters["valid_searches"] for t in trajectories) > 3
+    assert {t.reward for t in trajectories} == {0.0, 1.0}
+    turns = [sum(s.kind == "action" for s in t.spans) for t in trajectories]
+    assert {1, 2, 3} <= set(turns)
+
+
+def test_sampler_logps_are_those_of_the_training_program(
+    agent, params, functions, trajectories
+):
+    """Whole trajectories, turns and observations included, to 1e-4."""
+    _, logps_fn, *_ = functions
+    config = agent.config
+    batch = pack(
+        trajectories,
+        rows=12,
+        tokens=config.rollout.max_tokens,
+        token_bytes=agent.codec.token_bytes,
+    )
+    micro = config.optim.micro_rows
+    stacked = {k: x.reshape(12 // micro, micro, -1) for k, x in batch.items()}
+    logps = logps_fn(params, stacked, 0, 12 // micro)
+    logps = np.asarray(logps).reshape(12, -1)
+    mask = batch["mask"] == 1
+    assert mask.sum() > 150
+    np.testing.assert_allclose(logps[mask], batch["sampler_logps"][mask], atol=1e-4)
+    assert (logps[mask] < 0).all() and logps[mask].std() > 0.5
+
+
+def test_same_bits_in_any_order_and_company(agent, published, tasks, trajectories):
+    """Other slots, leaders and forks: the tokens and their log-probs stay."""
+    order = np.random.default_rng(0).permutation(len(tasks))
+    shuffled = run(agent, published, [tasks[i] for i in order])
+    for traj, i in zip(shuffled, order, strict=True):
+        assert (traj.draw, traj.sample) == (tasks[i].draw, tasks[i].sample)
+        assert traj.ids == trajectories[i].ids
+        assert traj.sampler_logps == trajectories[i].sampler_logps
+    (alone,) = run(agent, published, tasks[7:8])
+    assert alone.ids == trajectories[7].ids
+    assert alone.sampler_logps == trajectories[7].sampler_logps
+
+
+@pytest.mark.parametrize(
+    ("slots", "rows", "tokens", "block"), [(3, 1, 7, 16), (16, 5, 100, 192)]
+)
+def test_same_tokens_for_other_shapes(
+    agent, published, tasks, trajectories, slots, rows, tokens, block
+):
+    length = agent.config.rollout.max_tokens
+    programs = decoding.make_programs(
+        agent.model,
+        decoding.Shapes(slots, length, rows, tokens, block),
+        stop_table(agent.codec.token_bytes, end_ids=agent.codec.end_ids),
+        dtype=agent.dtype,
+        valid_vocab=len(agent.codec.token_bytes),
+        layout=serving_device(),
+    )
+    for traj, other in zip(
+        run(agent, published, tasks, programs), trajectories, strict=True
+    ):
+        assert traj.ids == other.ids and traj.mask == other.mask
+        np.testing.assert_allclose(traj.sampler_logps, other.sampler_logps, atol=1e-4)
+
+
+def test_the_seed_and_the_draw_matter(agent, published, tasks, trajectories):
+    other = run(agent, published, tasks, seed=4)
+    assert [t.ids for t in other] != [t.ids for t in trajectories]
+    groups = [{tuple(t.ids) for t in trajectories if t.draw == d} for d in range(4)]
+    assert max(map(len, groups)) > 1  # samples of a draw differ
+
+
+def test_the_same_question_drawn_twice_makes_two_groups(agent, published):
+    (question,) = agent.questions(agent.config.questions.train)[:1]
+    tasks = tasks_of([(10, question), (11, question)], 4)
+    first, second = np.split(np.array(run(agent, published, tasks), object), 2)
+    assert {t.draw for t in first} == {10} and {t.draw for t in second} == {11}
+    assert [t.ids for t in first] != [t.ids for t in second]
+
+
+def test_nothing_compiles_in_a_second_rollout(agent, published, tasks, trajectories):
+    before = agent.programs.compilations()
+    assert before == 4  # init, extend, decode, fork
+    with metrics.CompileCounter() as compiled:
+        run(agent, published, tasks[:5], temperature=0.0, seed=9)
+        run(agent, published, tasks, temperature=0.7)
+    assert compiled.count == 0
+    assert agent.programs.compilations() == before
+
+
+def test_greedy_needs_no_random_numbers(agent, published, tasks):
+    greedy = run(agent, published, tasks, temperature=0.0)
+    again = run(agent, published, tasks, temperature=0.0, seed=77)
+    assert [t.ids for t in greedy] == [t.ids for t in again]
+    for draw in range(4):  # all samples of a draw agree
+        assert len({tuple(t.ids) for t in greedy if t.draw == draw}) == 1
+
+
+def test_every_sampled_token_is_kept_and_none_is_beyond_the_vocabulary(
+    agent, trajectories
+):
+    valid = len(agent.codec.token_bytes)
+    assert valid < agent.model.vocab
+    for t in trajectories:
+        assert max(t.ids) < valid
+        assert len(t.ids) == len(t.mask) == len(t.sampler_logps)
+        assert sum(t.mask[: t.prompt_length]) == 0
+        actions = [s for s in t.spans if s.kind == "action"]
+        assert sum(s.end - s.start for s in actions) == sum(t.mask)
+        assert all(s.end - s.start <= agent.config.rollout.max_action for s in actions)
