@@ -71,7 +71,6 @@ def open_agent(config: ConfigDict) -> Agent:
     training, serving = parallel.train_layout(mesh), parallel.rollout_layout(mesh)
     codec = hf.load_codec(folder)
     limits = config.rollout
-    template = load_template(limits.template)
 
     sources, index = {}, config.retrieval.index
     if config.world.size:
@@ -89,14 +88,17 @@ def open_agent(config: ConfigDict) -> Agent:
     corpus = Path(index).expanduser()
     if not corpus.exists():
         corpus = Path(config.data_dir).expanduser() / index
-    environment = SearchEnvironment(
-        codec=codec,
-        retriever=open_index(corpus),
-        template=template,
-        k=config.retrieval.k,
-        max_observation=limits.max_observation,
-        max_prompt=limits.max_prompt,
-    )
+    try:
+        environment = SearchEnvironment(
+            codec=codec,
+            retriever=open_index(corpus),
+            template=load_template(limits.template),
+            k=config.retrieval.k,
+            max_observation=limits.max_observation,
+            max_prompt=limits.max_prompt,
+        )
+    except ValueError as error:  # a budget, the template, the corpus
+        raise config_lib.ConfigError(str(error)) from error
     shards = serving.size(serving.batch)
     share = max(1, limits.slots // shards // _EXTEND_SHARE)
     programs = decoding.make_programs(

@@ -42,6 +42,7 @@ def policy_params(agent: Agent, workdir: Path):
     folder = workdir / "checkpoints"
     params = agent_lib.load_params(agent)
     if checkpoint.latest_step(folder) is None:
+        print(f"{folder} has no checkpoint: this is model.path itself", file=sys.stderr)
         return params, str(agent.folder)
     init, *_ = train.make_functions(agent)
     with checkpoint.open_checkpoints(
@@ -111,7 +112,7 @@ def main(argv: list[str], spec: str) -> None:
     """Runs `--mode`; `spec` is the value of --config as it was written."""
     if len(argv) > 1:
         raise app.UsageError(f"not a flag: {argv[1]!r}")
-    logging.set_verbosity(logging.WARNING)  # orbax tells every step of every save
+    logging.set_verbosity(logging.ERROR)  # orbax tells every step of every save
     config = flags.FLAGS.config
     overrides = config_flags.get_override_values(flags.FLAGS["config"])
     workdir = Path(_WORKDIR.value or workdir_name(spec, overrides)).absolute()

@@ -28,7 +28,14 @@ from lld_jax import (
 from lld_jax.agent import Agent
 from lld_jax.batch import make_batch
 from lld_jax.questions import question_of_draw
-from lld_jax.workdir import Preempted, Stop, claim, write_summary, write_trajectories
+from lld_jax.workdir import (
+    Preempted,
+    Stop,
+    claim,
+    examine,
+    write_summary,
+    write_trajectories,
+)
 
 _QUERY_BLOCK = 64  # of attention on a CPU, where short blocks are fastest
 _LOGITS = 1 << 25  # logits that one device holds at once
@@ -184,7 +191,7 @@ def train(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
       Diverged: `optim.max_bad_steps` updates in a row had no finite gradient.
     """
     # ------------------------------------------------------------------ work folder
-    workdir = claim(config, workdir)
+    workdir = examine(config, workdir)
     began = time.perf_counter()
     timers = metrics.Timers()
     stack = contextlib.ExitStack()
@@ -195,6 +202,7 @@ def train(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
         agent = agent_lib.open_agent(config)
         draws = question_of_draw(agent.questions(config.questions.train), config.seed)
         eval_sets = evaluate.load_sets(agent)
+        claim(config, workdir)
         settings = loss_config(config)
         init, logps_fn, update_fn, weigh = make_functions(agent)
         publish = agent_lib.publisher(agent)

@@ -63,8 +63,8 @@ class Stop:
             signal.signal(number, handler)
 
 
-def claim(config: ConfigDict, workdir: str | Path) -> Path:
-    """Makes the folder of a new run, or checks that an unfinished one may go on.
+def examine(config: ConfigDict, workdir: str | Path) -> Path:
+    """Checks that a run with `config` may start or go on in a folder; makes nothing.
 
     Raises:
       ConfigError: the folder holds a finished run, one with another config (the
@@ -83,9 +83,19 @@ def claim(config: ConfigDict, workdir: str | Path) -> Path:
             f"workdir: {str(workdir)!r} holds something that is no run; legal is a new "
             "or empty folder, or an unfinished run"
         )
-    else:
-        (workdir / "trajectories").mkdir(parents=True)
-        _replace(saved, config_lib.to_json(config))
+    return workdir
+
+
+def claim(config: ConfigDict, workdir: str | Path) -> Path:
+    """Makes the folder of a new run; leaves that of one that goes on as it is.
+
+    Called once everything that the config names could be opened: a start that failed
+    leaves no folder behind. Raises what `examine` raises.
+    """
+    workdir = examine(config, workdir)
+    (workdir / "trajectories").mkdir(parents=True, exist_ok=True)
+    if not (workdir / "config.json").exists():
+        _replace(workdir / "config.json", config_lib.to_json(config))
     return workdir
 
 
