@@ -72,7 +72,7 @@ def make_functions(agent: Agent) -> tuple[Any, Any, Any, Any]:
 
     `weigh(batch) -> losses.Weights`, `[n, m, T]`: normalisers of an optimizer batch.
 
-    `update_fn(state, batch, weights, scalars, lr, first, count) -> (state, metrics)`:
+    `update_fn(state, batch, weights, scalars, lr, unmoved, count)` -> (state, metrics):
     one optimizer step on the first `count` micro-batches. A gradient that is not finite
     changes nothing but the counter of bad steps.
     """
@@ -142,7 +142,7 @@ def make_functions(agent: Agent) -> tuple[Any, Any, Any, Any]:
         sums = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes[1])
         zeros = jax.tree.map(jnp.zeros_like, state["params"])
         grads, sums = jax.lax.fori_loop(0, count, one, (zeros, sums))
-        norm = optax.global_norm(grads)
+        norm = optax.tree.norm(grads)
         steps, opt = optimizer.update(grads, state["opt"], state["params"])
         params = jax.tree.map(lambda p, s: p - lr * s, state["params"], steps)
         good = jnp.isfinite(norm)
@@ -194,8 +194,7 @@ def train(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
     workdir = examine(config, workdir)
     began = time.perf_counter()
     timers = metrics.Timers()
-    stack = contextlib.ExitStack()
-    with stack:
+    with contextlib.ExitStack() as stack:
         compiled = stack.enter_context(metrics.CompileCounter())
 
         # -------------------------------------------------------- agent, questions
@@ -303,14 +302,15 @@ def train(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
 
             # ----------------------------------------------------------------- updates
             with timers.phase("update"):
-                lr = config.optim.lr * min(1.0, step / max(config.optim.warmup, 1))
-                if not config.optim.warmup:
-                    lr = config.optim.lr
+                lr = config.optim.lr
+                if step < config.optim.warmup:
+                    lr *= step / config.optim.warmup
                 outs = []
                 for j in range(updates):
                     part = {k: x[j * each : (j + 1) * each] for k, x in stacked.items()}
+                    unmoved = j == 0 or lr == 0
                     state, out = update_fn(
-                        state, part, weigh(part), scalars, lr, j == 0, each
+                        state, part, weigh(part), scalars, lr, unmoved, each
                     )
                     outs.append(out)
                 outs = jax.device_get(outs)
