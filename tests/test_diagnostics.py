@@ -1,0 +1,149 @@
+"""Metrics of a step from trajectories and sums, by hand."""
+
+import math
+
+import numpy as np
+import pytest
+
+from lld_jax import diagnostics
+from lld_jax.losses import LossConfig
+from lld_jax.search import append_action, append_observation, new_trajectory
+
+STATS = {
+    "decoded": 30,
+    "kept": 30,
+    "occupancy": 0.6,
+    "seconds_device": 1.5,
+    "seconds_environment": 0.25,
+}
+
+
+def make(draw, reward, reason, lengths, **counters):
+    traj = new_trajectory(draw, 0, "q", ("gold",), [1] * 4)
+    for i, n in enumerate(lengths):
+        if i % 2:
+            append_observation(traj, [1] * n)
+        else:
+            append_action(traj, [1] * n, [-1.0] * n)
+    traj.reward, traj.reason = reward, reason
+    traj.counters.update(counters)
+    return traj
+
+
+def test_of_rollout():
+    found = diagnostics.of_rollout(
+        [
+            make(0, 1.0, "answered", [3, 5, 2], valid_searches=1, truncated=1),
+            make(0, 0.0, "turns", [6], valid_searches=1),
+            make(1, 0.0, "answered", [1]),
+            make(1, 0.0, "vanished", [1, 1, 1], invalid_actions=2, no_results=1),
+        ],
+        STATS,
+    )
+    assert found == {
+        "reward/mean": 0.25,
+        "reward/mixed": 0.5,
+        "rollout/length": (14 + 10 + 5 + 7) / 4,
+        "rollout/action_tokens": (5 + 6 + 1 + 2) / 4,
+        "rollout/turns": 6 / 4,
+        "rollout/decoded": 30.0,
+        "rollout/kept": 30.0,
+        "rollout/occupancy": 0.6,
+        "time/rollout_device": 1.5,
+        "time/rollout_environment": 0.25,
+        "rollout/searches": 0.5,
+        "rollout/invalid_actions": 0.5,
+        "rollout/observations_truncated": 0.25,
+        "rollout/searches_empty": 0.25,
+        "rollout/searches_failed": 0.0,
+        "end/answered": 0.5,
+        "end/turns": 0.25,
+        "end/context": 0.0,
+        "end/invalid": 0.0,
+        "end/vanished": 0.25,  # a reason that nobody foresaw still shows
+    }
+
+
+def sums(**changes):
+    base = dict(
+        loss=0.5,
+        loss_policy=0.25,
+        loss_kl=0.1,
+        loss_entropy=2.0,
+        loss_llds=0.05,
+        tokens=100,
+        drop=-4.0,
+        kl=3.0,
+        entropy=150.0,
+        ratio=101.0,
+        ratio_max=1.5,
+        clipped=5,
+        preserved=60,
+        penalised=12,
+        gates=10,
+        open_gates=4,
+        tokens_correct=20,
+        logp_correct=-10.0,
+        tokens_zero=40,
+        logp_zero=-80.0,
+        tokens_wrong=40,
+        logp_wrong=-120.0,
+        gap=0.02,
+        norm=1.0,
+        skipped=0,
+    )
+    return {k: np.float32(v) for k, v in (base | changes).items()}
+
+
+def test_of_updates_divides_by_its_own_denominators():
+    second = sums(
+        loss=0.7, tokens=300, tokens_correct=0, logp_correct=0, gap=9.0, norm=3.0
+    )
+    found = diagnostics.of_updates([sums(), second], LossConfig())
+    expected = {
+        "loss/total": 0.6,
+        "loss/policy": 0.25,
+        "loss/kl": 0.1,
+        "loss/llds": 0.05,
+        "lld/logp_correct": -10 / 20,  # over tokens of correct trajectories alone
+        "lld/logp_zero": -160 / 80,
+        "lld/logp_wrong": -240 / 80,
+        "lld/drop": -8 / 400,
+        "llds/open_gates": 8 / 20,
+        "llds/penalised": 24 / 120,
+        "llds/preserved": 120 / 400,
+        "llds/effective_lambda": 0.2,
+        "ratio/mean": 202 / 400,
+        "ratio/max": 1.5,
+        "ratio/clipped": 10 / 400,
+        "policy/kl": 6 / 400,
+        "policy/entropy": 300 / 400,
+        "policy/sampler_gap": 0.02 / 100,  # of the first update alone
+        "grad/norm": 2.0,
+        "grad/norm_max": 3.0,
+        "grad/skipped": 0.0,
+        "batch/action_tokens": 400.0,
+    }
+    assert {k: found[k] for k in expected} == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_effective_lambda_follows_the_normalizer():
+    found = diagnostics.of_updates([sums()], LossConfig(llds_normalizer="all"))
+    assert found["llds/effective_lambda"] == pytest.approx(0.2 * 60 / 100)
+
+
+def test_empty_batches_and_sick_gradients():
+    zeros = {k: np.float32(0) for k in sums()}
+    found = diagnostics.of_updates([zeros], LossConfig(llds_normalizer="all"))
+    assert set(found.values()) == {0.0}
+    bad = sums(norm=math.nan, skipped=1)
+    found = diagnostics.of_updates([sums(), bad], LossConfig())
+    assert math.isnan(found["grad/norm"]) and math.isnan(found["grad/norm_max"])
+    assert found["grad/skipped"] == 1.0
+
+
+def test_speeds():
+    record = {"rollout/kept": 600.0, "time/rollout": 2.0}
+    record |= {"time/logps": 0.5, "time/update": 1.5}
+    found = diagnostics.speeds(record, 5000)
+    assert found == {"tokens_per_s/rollout": 300.0, "tokens_per_s/train": 2500.0}
