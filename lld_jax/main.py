@@ -14,7 +14,7 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 from lld_jax import agent as agent_lib
-from lld_jax import checkpoint, evaluate, hf, metrics, search, train
+from lld_jax import checkpoint, evaluate, hf, host, metrics, search, train, update
 from lld_jax import config as config_lib
 from lld_jax.agent import Agent
 from lld_jax.overrides import clean_argv, workdir_name
@@ -44,7 +44,7 @@ def policy_params(agent: Agent, workdir: Path):
     if checkpoint.latest_step(folder) is None:
         print(f"{folder} has no checkpoint: this is model.path itself", file=sys.stderr)
         return params, str(agent.folder)
-    init, *_ = train.make_functions(agent)
+    init, *_ = update.make_functions(agent)
     with checkpoint.open_checkpoints(
         folder, keep=agent.config.checkpoint.keep
     ) as saved:
@@ -117,6 +117,8 @@ def main(argv: list[str], spec: str) -> None:
     overrides = config_flags.get_override_values(flags.FLAGS["config"])
     workdir = Path(_WORKDIR.value or workdir_name(spec, overrides)).absolute()
     config_lib.check(config, devices=jax.device_count())
+    if jax.default_backend() == "cpu":
+        host.keep_freed_memory()
     print(config_lib.to_json(config), file=sys.stderr)
     if _MODE.value == "train":
         summary = train.train(config, workdir)

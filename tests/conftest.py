@@ -70,9 +70,9 @@ def published(agent, params):
 @pytest.fixture(scope="session")
 def functions(agent):
     """The jitted `init, logps_fn, update_fn, weigh` of the shared config."""
-    from lld_jax import train
+    from lld_jax import update
 
-    return train.make_functions(agent)
+    return update.make_functions(agent)
 
 
 @pytest.fixture(scope="session")

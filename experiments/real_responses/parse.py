@@ -1,6 +1,6 @@
 """Counts the actions of recorded search conversations and checks their split.
 
-    python experiments/real_responses/parse.py --data DIR
+    python -m experiments.real_responses.parse --data DIR
 
 DIR holds `*.jsonl` or `*.jsonl.gz` files with one conversation a row; its field
 `response` is all that followed the prompt. Every text is split whole, and cut at
