@@ -1,7 +1,9 @@
-"""The host process: memory of CPU runs."""
+"""Memory of the host process."""
 
 import ctypes
 import platform
+import resource
+import sys
 
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # parameters of glibc's mallopt(3)
 
@@ -16,3 +18,9 @@ def keep_freed_memory() -> bool:
         return False
     libc = ctypes.CDLL(None)
     return bool(libc.mallopt(_TRIM_THRESHOLD, -1) and libc.mallopt(_MMAP_MAX, 0))
+
+
+def peak_memory_gib() -> float:
+    """The most memory that this process has held so far."""
+    unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss, in bytes
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30

@@ -18,6 +18,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from lld_jax import config as config_lib
+from lld_jax import host
 from lld_jax.search import Trajectory, to_json
 
 
@@ -141,6 +142,7 @@ def write_summary(
         "by_hops": {k.removeprefix("hops"): v for k, v in by.items() if "hops" in k},
         "by_set": {k: v for k, v in by.items() if "hops" not in k},
         "seconds": info["seconds"],
+        "peak_memory_gib": host.peak_memory_gib(),
         "tokens_per_s": speeds,
         "paths": {
             name: str(workdir / name)
