@@ -97,6 +97,8 @@ def cache_attention(
 
     def local(q, k, v, k_cache, v_cache, layer, rows, positions, blocks):
         R, H = k_cache.shape[1], k_cache.shape[-1]
+        # Batch axes first, as above; in another order a CPU has no bfloat16 product.
+        q = jnp.swapaxes(q, 1, 2)
         if rows is None:
             at = jnp.arange(R)
         else:
@@ -115,13 +117,13 @@ def cache_attention(
         def body(i, carry):
             peak, total, out = carry
             scores = jnp.einsum(
-                "enkgh,eksh->enkgs",
+                "ekngh,eksh->ekngs",
                 q,
                 read(k_cache, i),
                 preferred_element_type=jnp.float32,
             )
             s = i * block + jnp.arange(block)
-            seen = (s <= positions[:, :, None])[:, :, None, None]
+            seen = (s <= positions[:, :, None])[:, None, :, None]
             scores = jnp.where(seen, scores * H**-0.5, _MASKED)
             top = jnp.maximum(peak, scores.max(-1))
             shrink = jnp.exp(peak - top)
@@ -129,7 +131,7 @@ def cache_attention(
             total = total * shrink + p.sum(-1)
             value = read(v_cache, i)
             out = out * shrink[..., None] + jnp.einsum(
-                "enkgs,eksh->enkgh",
+                "ekngs,eksh->ekngh",
                 p.astype(value.dtype),
                 value,
                 preferred_element_type=jnp.float32,
@@ -140,7 +142,8 @@ def cache_attention(
         zero = q[..., 0].astype(jnp.float32) * 0
         init = (zero + _MASKED, zero, q.astype(jnp.float32) * 0)
         _, total, out = jax.lax.fori_loop(0, blocks, body, init)
-        return (out / total[..., None]).astype(q.dtype), k_cache, v_cache
+        out = jnp.swapaxes(out / total[..., None], 1, 2)
+        return out.astype(q.dtype), k_cache, v_cache
 
     b, h = layout.batch, layout.heads
     kv, cached = P(b, None, h), P(None, b, h)

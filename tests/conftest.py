@@ -91,3 +91,22 @@ def trajectories(agent, published):
         max_turns=2,
     )
     return made
+
+
+@pytest.fixture(scope="session")
+def run_config(shared_config):
+    """The config of `finished_run`."""
+    config = copy.deepcopy(shared_config)
+    config.steps = 5
+    config.eval.every = config.checkpoint.every = 2
+    return config
+
+
+@pytest.fixture(scope="session")
+def finished_run(tmp_path_factory, run_config) -> Path:
+    """The work folder of a whole run, from one call of `train` without a break."""
+    from lld_jax import train
+
+    workdir = tmp_path_factory.mktemp("runs") / "whole"
+    train.train(run_config, workdir)
+    return workdir

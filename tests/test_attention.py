@@ -109,6 +109,23 @@ def test_a_row_appended_in_pieces_to_a_dirty_cache(case, cached):
         np.testing.assert_array_equal(after, expected)  # nothing else was written
 
 
+def test_bfloat16_products_exist_on_a_cpu(case, cached):
+    """For one new token a slot and for several, accumulated in float32."""
+    (q, k, v), _ = case
+    noise, attend = cached
+    half = [jnp.bfloat16(x) for x in (q, k, v)]
+    at = np.tile(np.arange(T), (2, 1))
+    rows = np.array([0, 2])
+    exact, _ = attend(*map(np.float32, half), noise, rows, at, 4)
+    rough = tuple(jnp.bfloat16(x) for x in noise)
+    out, cache = attend(*half, rough, rows, at, 4)
+    np.testing.assert_allclose(np.float32(out), exact, atol=0.03)
+    one = [x[:, 5:6].repeat(2, axis=0) for x in half]
+    out, _ = attend(*one, cache, None, np.full((4, 1), 5), 2)
+    # Slots 0 and 2 hold their row's first five tokens.
+    np.testing.assert_allclose(np.float32(out[0, 0]), exact[0, 5], atol=0.03)
+
+
 def test_blocks_beyond_the_end_of_a_slot_change_no_bit(case, cached):
     (q, k, v), _ = case
     noise, attend = cached

@@ -16,6 +16,7 @@ from ml_collections import ConfigDict
 
 from experiments.warm_start import make
 from experiments.warm_start import tokenizer as bpe
+from lld_jax import config as config_lib
 from lld_jax import hf, model, overrides, parallel, world
 from lld_jax.search import Codec
 
@@ -137,3 +138,16 @@ def make_config(root: Path, policy: Path) -> ConfigDict:
     config.eval.max_turns = 2
     config.checkpoint.every = 1
     return config
+
+
+def write_config_file(path: Path, config: ConfigDict) -> Path:
+    """A config file for `--config` that gives `config`."""
+    path.with_suffix(".json").write_text(config_lib.to_json(config))
+    path.write_text(
+        "from pathlib import Path\n\n"
+        "from lld_jax import config\n\n\n"
+        "def get_config():\n"
+        "    text = Path(__file__).with_suffix('.json').read_text()\n"
+        "    return config.from_json(text)\n"
+    )
+    return path
