@@ -24,7 +24,7 @@ from configs import common
 
 def get_config(arg: str = "") -> ConfigDict:
     config = common.get_config()
-    config.steps = 60
+    config.steps = 40
 
     package = Path(lld_jax.__file__).parent
     config.model.path = str(package / "assets" / "tiny_qwen2.5")
@@ -54,13 +54,13 @@ def get_config(arg: str = "") -> ConfigDict:
 
     config.llds.normalizer = "all"
 
-    config.optim.lr = 5e-4
+    config.optim.lr = 1.5e-4
     config.optim.warmup = 5
     config.optim.updates = 4
     config.optim.micro_rows = 25
 
-    config.eval.every = 25
+    config.eval.every = 20
     config.eval.max_turns = 3
     config.eval.limit = 200
-    config.checkpoint.every = 25
+    config.checkpoint.every = 20
     return common.apply_arg(config, arg)
