@@ -3,8 +3,10 @@
 TFDS data is read through `as_data_source`, so TensorFlow is never imported.
 """
 
+import contextlib
 import dataclasses
 import gzip
+import io
 import json
 import os
 import re
@@ -204,7 +206,10 @@ def prepare_world(data_dir: str, seed: int, size: int) -> WorldFiles:
         os.replace(unfinished, corpus)
     if not builder.is_prepared():
         offline = tfds.download.DownloadConfig(try_download_gcs=False)
-        builder.download_and_prepare(download_config=offline)
+        # Its bars and its message would end up among what a command prints.
+        quiet = io.StringIO()
+        with contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet):
+            builder.download_and_prepare(download_config=offline)
     sources = {split: f"{builder.name}/{config.name}:{split}" for split in world.SPLITS}
     return WorldFiles(corpus=corpus, **sources)
 
