@@ -156,7 +156,9 @@ def train(
     """
     layout = parallel.train_layout(parallel.make_mesh(1, 1, 1, jax.devices()[:1]))
     params = model.init(CONFIG, jax.random.key(seed), layout)
-    schedule = optax.warmup_cosine_decay_schedule(0.0, lr, 200, steps, 0.02 * lr)
+    schedule = optax.warmup_cosine_decay_schedule(
+        0.0, lr, min(200, steps // 10), steps, 0.02 * lr
+    )
     optimizer = optax.chain(
         optax.clip_by_global_norm(1.0), optax.adamw(schedule, 0.9, 0.98)
     )
