@@ -54,7 +54,7 @@ def draw(rows: list[dict], out: Path) -> None:
             label = f"{name}, {key.split('/')[1]}"
             axes[0].plot(steps, values, style, color=f"C{colour}", label=label)
     axes[0].set(title="exact match, held-out questions", xlabel="step", ylim=(0, 1))
-    axes[0].legend(fontsize=8)
+    axes[0].legend(fontsize=7, loc="lower right")
     axes[1].legend(fontsize=8)
     figure.savefig(out, dpi=110)
 
