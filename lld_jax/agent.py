@@ -51,18 +51,20 @@ class Agent:
         return self.config.rollout.questions * self.config.rollout.group
 
     def questions(self, sources: str | Sequence[str]) -> list[Question]:
-        """All questions of a source, or of several one after another."""
+        """All questions of one source or several; ConfigError for a wrong one."""
         sources = (sources,) if isinstance(sources, str) else sources
         names = tuple(self.sources.get(source, source) for source in sources)
-        return questions.load(names, self.config.data_dir)
+        try:
+            return questions.load(names, self.config.data_dir)
+        except (ValueError, FileNotFoundError) as error:
+            raise config_lib.ConfigError(f"questions: {error}") from error
 
 
 def open_agent(config: ConfigDict) -> Agent:
     """Opens what `config` names; the cheap checks come first, no weight is read.
 
-    Raises:
-      ConfigError, ValueError: a field that does not fit the model, the tokenizer or
-        the devices; names the field.
+    Raises ConfigError or ValueError, naming the field, if one does not fit the model,
+    the tokenizer or the devices.
     """
     folder = hf.resolve(config.model.path)
     model_config = hf.read_config(folder)
@@ -97,7 +99,7 @@ def open_agent(config: ConfigDict) -> Agent:
             max_observation=limits.max_observation,
             max_prompt=limits.max_prompt,
         )
-    except ValueError as error:  # a budget, the template, the corpus
+    except (ValueError, FileNotFoundError) as error:  # budget, template, corpus
         raise config_lib.ConfigError(str(error)) from error
     shards = serving.size(serving.batch)
     share = max(1, limits.slots // shards // _EXTEND_SHARE)
@@ -130,18 +132,16 @@ def open_agent(config: ConfigDict) -> Agent:
 def load_params(agent: Agent, folder: Path | None = None) -> Any:
     """Float32 parameters in the training layout, by default those of `model.path`."""
     layout = agent.training
-    shardings = parallel.param_shardings(
-        model.abstract_params(agent.model, layout), layout
-    )
+    abstract = model.abstract_params(agent.model, layout)
+    shardings = parallel.param_shardings(abstract, layout)
     return hf.load(folder or agent.folder, agent.model, shardings)
 
 
 def publisher(agent: Agent) -> Callable[[Any], Any]:
     """`publish(params)`: one jitted cast to `model.dtype` in the rollout layout."""
     layout = agent.programs.layout
-    shardings = parallel.param_shardings(
-        model.abstract_params(agent.model, layout), layout
-    )
+    abstract = model.abstract_params(agent.model, layout)
+    shardings = parallel.param_shardings(abstract, layout)
 
     def publish(params):
         return jax.tree.map(lambda x: x.astype(agent.dtype), params)
