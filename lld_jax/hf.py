@@ -437,6 +437,8 @@ def save(
             _check_written(partial / file, held)
     if writer:
         _write_rest(partial, config, source, dtype, files)
+        for file in files:  # safetensors lets the owner alone read them
+            shutil.copymode(partial / "config.json", partial / file)
         old = folder.with_name(f".{folder.name}.old")
         shutil.rmtree(old, ignore_errors=True)
         if folder.exists():

@@ -1,5 +1,7 @@
 """Training end to end on the small policy, and one update under a lens."""
 
+import copy
+import dataclasses
 import json
 import math
 
@@ -9,7 +11,16 @@ import numpy as np
 import pytest
 
 from lld_jax import agent as agent_lib
-from lld_jax import checkpoint, hf, losses, metrics, train, update
+from lld_jax import (
+    checkpoint,
+    hf,
+    logprobs,
+    losses,
+    metrics,
+    model,
+    train,
+    update,
+)
 from lld_jax import config as config_lib
 from lld_jax.batch import make_batch
 from lld_jax.config import ConfigError
@@ -130,8 +141,6 @@ def test_a_finished_run_and_another_config_are_refused(finished_run, run_config)
 @pytest.fixture(scope="module")
 def other_run(tmp_path_factory, shared_config):
     """One update a step, bfloat16, GSPO, the authors' averages, nothing in between."""
-    import copy
-
     config = copy.deepcopy(shared_config)
     config.steps, config.seed = 2, 7
     config.model.dtype = "bfloat16"
@@ -210,8 +219,6 @@ def test_the_first_update_is_exactly_on_policy(updated):
 
 def test_update_against_a_loss_written_in_one_piece(agent, functions, params, batch):
     """Micro-batches and the traced loop, against one gradient of the whole batch."""
-    from lld_jax import logprobs, model
-
     init, _, update_fn, weigh = functions
     settings = update.loss_config(agent.config)
     stacked = stack(batch, 3)
@@ -290,10 +297,8 @@ def test_the_size_of_micro_batches_changes_nothing(agent, params, batch, updated
 
 
 def test_llds_acts_from_the_second_update_on(agent, config, params, batch, updated):
-    from dataclasses import replace
-
     config.llds.coef = 0.0
-    plain = replace(agent, config=config)
+    plain = dataclasses.replace(agent, config=config)
     other = two_updates(update.make_functions(plain), params, batch, 3)
     (first, _), (second, sums) = other
     jax.tree.map(
@@ -341,13 +346,12 @@ def test_logps_of_some_micro_batches(functions, params, batch):
 
 
 def test_a_run_that_diverges_stops_and_says_why(config, tmp_path, monkeypatch):
-    objective = losses.objective
-
     def sick(*args, **kwargs):
-        loss, sums = objective(*args, **kwargs)
-        return loss * jnp.nan, sums
+        arrays, scalars = make_batch(*args, **kwargs)
+        arrays["advantages"][:] = np.nan
+        return arrays, scalars
 
-    monkeypatch.setattr(losses, "objective", sick)
+    monkeypatch.setattr(train, "make_batch", sick)
     config.optim.max_bad_steps = 4
     config.eval.limit = 1
     with pytest.raises(
