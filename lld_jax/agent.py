@@ -76,9 +76,7 @@ def open_agent(config: ConfigDict) -> Agent:
 
     sources, index = {}, config.retrieval.index
     if config.world.size:
-        world = questions.prepare_world(
-            config.data_dir, config.world.seed, config.world.size
-        )
+        world = questions.prepare_world(config.data_dir, **config.world)
         for split in ("train", "validation_seen", "validation_unseen"):
             sources[f"tiny_world:{split}"] = getattr(world, split)
         index = world.corpus if index == "tiny_world" else index
@@ -171,7 +169,9 @@ def sample(
         temperature=temperature,
         on_progress=on_progress,
     )
+    fit = {t.question: agent.environment.fit_question(t.question) for t in trajectories}
     for traj in trajectories:
+        traj.counters["prompts_truncated"] = int(fit[traj.question] != traj.question)
         answer = final_answer(traj, agent.codec.token_bytes)
         traj.reward = rewards.exact_match(answer, traj.golden_answers)
     return trajectories, stats

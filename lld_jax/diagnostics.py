@@ -18,6 +18,7 @@ REASONS = ("answered", "turns", "context", "invalid")
 _COUNTERS = {
     "valid_searches": "rollout/searches",
     "invalid_actions": "rollout/invalid_actions",
+    "prompts_truncated": "rollout/prompts_truncated",
     "truncated": "rollout/observations_truncated",
     "no_results": "rollout/searches_empty",
     "retrieval_failed": "rollout/searches_failed",

@@ -53,6 +53,7 @@ def test_of_rollout():
         "time/rollout_environment": 0.25,
         "rollout/searches": 0.5,
         "rollout/invalid_actions": 0.5,
+        "rollout/prompts_truncated": 0.0,
         "rollout/observations_truncated": 0.25,
         "rollout/searches_empty": 0.25,
         "rollout/searches_failed": 0.0,

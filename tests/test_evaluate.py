@@ -5,7 +5,9 @@ from statistics import fmean
 
 import pytest
 
-from lld_jax import evaluate
+from lld_jax import agent as agent_lib
+from lld_jax import diagnostics, evaluate
+from lld_jax.questions import Question
 from lld_jax.rewards import exact_match
 from lld_jax.search import final_answer
 
@@ -86,3 +88,17 @@ def test_questions_of_unknown_hops_are_in_no_group(agent, scored):
     questions = unknown[name]
     metrics = evaluate._metrics("eval/greedy", made["greedy"][:4], unknown, questions)
     assert not any("hops" in key for key in metrics)
+
+
+def test_a_question_that_is_too_long_is_shortened_and_counted(agent, published):
+    asked = [
+        (draw, Question(str(draw), text, ("of",)))
+        for draw, text in enumerate(("Who? " * 99, "Who?"))
+    ]
+    trajectories, stats = agent_lib.sample(
+        agent, published, asked, group=1, seed=0, temperature=0.0, max_turns=1
+    )
+    assert [t.counters["prompts_truncated"] for t in trajectories] == [1, 0]
+    assert trajectories[0].prompt_length <= agent.config.rollout.max_prompt
+    metrics = diagnostics.of_rollout(trajectories, stats)
+    assert metrics["rollout/prompts_truncated"] == 0.5
