@@ -193,9 +193,11 @@ def two_updates(functions, params, batch, micro: int):
     stacked = stack(batch, micro)
     n = len(stacked["ids"])
     logps = logps_fn(params, stacked, 0, n)
-    stacked |= {"old_logps": logps, "ref_logps": logps}
     state, out = init(jax.tree.map(jnp.copy, params)), []
     for first in (True, False):
+        # The first one must not read the old log-probs.
+        old = jnp.full_like(logps, jnp.nan) if first else logps
+        stacked |= {"old_logps": old, "ref_logps": logps}
         state, sums = update_fn(
             state, stacked, weigh(stacked), batch[1], 0.003, first, n
         )
@@ -223,8 +225,10 @@ def test_update_against_a_loss_written_in_one_piece(agent, functions, params, ba
     settings = update.loss_config(agent.config)
     stacked = stack(batch, 3)
     zeros = np.zeros(stacked["ids"].shape, np.float32)
-    # Log-probs far from the policy's: every term of the loss has a gradient.
+    # Log-probs far from the policy's: every term of the loss has a gradient; and
+    # advantages so large that it is clipped.
     stacked |= {"old_logps": zeros - 2, "ref_logps": zeros - 3}
+    stacked["advantages"] = stacked["advantages"] * 50
     flat = {k: x.reshape(-1, x.shape[-1]) for k, x in stacked.items()}
 
     @jax.jit
@@ -256,7 +260,8 @@ def test_update_against_a_loss_written_in_one_piece(agent, functions, params, ba
     state, sums = update_fn(state, stacked, weigh(stacked), batch[1], 0.1, False, 4)
     norm = float(jnp.linalg.norm(wanted))
     assert float(sums["norm"]) == pytest.approx(norm, rel=1e-5)
-    wanted *= 0.1 * min(1, agent.config.optim.clip / norm)  # 1 - b1, after clipping
+    assert norm > 2 * agent.config.optim.clip
+    wanted *= 0.1 * agent.config.optim.clip / norm  # 1 - b1, after clipping
     moment = state["opt"][1].mu
     found = jnp.concatenate([jnp.ravel(x) for x in jax.tree.leaves(moment)])
     np.testing.assert_allclose(
