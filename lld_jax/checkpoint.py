@@ -18,20 +18,24 @@ Checkpointer = ocp.training.Checkpointer
 _PARTS = ("_CHECKPOINT_METADATA", "state", "info")
 
 
-def open_checkpoints(directory: str | Path, *, keep: int) -> Checkpointer:
+def open_checkpoints(
+    directory: str | Path, *, keep: int, writes: bool = True
+) -> Checkpointer:
     """Opens (and makes) a folder that keeps the last `keep` checkpoints and the best.
 
     Leftovers of saves that were cut short are removed; a numbered folder that is no
     checkpoint (half copied, half deleted) is renamed to `<step>.broken`, since orbax
     would list it and drop a good one in its favour. Use it as a context manager:
-    leaving it waits for the save in progress and raises what went wrong in it.
+    leaving it waits for the save in progress and raises what went wrong in it. Without
+    `writes` nothing is removed or renamed: a running training may be saving there.
 
     Raises ValueError if `keep` is below 1.
     """
     if keep < 1:
         raise ValueError(f"checkpoint.keep: {keep} must be at least 1")
     directory = Path(directory).absolute()
-    for step in set(_numbered(directory)) - set(_whole(directory)):
+    partial = set(_numbered(directory)) - set(_whole(directory)) if writes else ()
+    for step in partial:
         # Another process of the run may have been quicker: then it is gone.
         with contextlib.suppress(FileNotFoundError):
             (directory / str(step)).rename(directory / f"{step}.broken")
@@ -53,7 +57,7 @@ def open_checkpoints(directory: str | Path, *, keep: int) -> Checkpointer:
                 ),
             ]
         ),
-        cleanup_tmp_directories=True,
+        cleanup_tmp_directories=writes,
     )
 
 

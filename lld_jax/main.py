@@ -41,15 +41,16 @@ def policy_params(agent: Agent, workdir: Path):
         return agent_lib.load_params(agent, hf.resolve(_POLICY.value)), _POLICY.value
     folder = workdir / "checkpoints"
     params = agent_lib.load_params(agent)
-    if checkpoint.latest_step(folder) is None:
+    step = checkpoint.latest_step(folder)
+    if step is None:
         print(f"{folder} has no checkpoint: this is model.path itself", file=sys.stderr)
         return params, str(agent.folder)
     init, *_ = update.make_functions(agent)
     with checkpoint.open_checkpoints(
-        folder, keep=agent.config.checkpoint.keep
+        folder, keep=agent.config.checkpoint.keep, writes=False
     ) as saved:
         target = {"state": init(params), "step": 0}
-        restored, _ = checkpoint.restore(saved, target)
+        restored, _ = checkpoint.restore(saved, target, step)
     return restored["state"]["params"], f"{folder}/{restored['step']}"
 
 

@@ -242,3 +242,16 @@ def test_an_error_in_the_background_is_raised_on_leaving(tmp_path):
     done = _python(DISK_FULL, tmp_path, check=False)
     assert done.stdout == "started\n" and done.returncode != 0
     assert checkpoint.latest_step(tmp_path) == 1
+
+
+def test_a_reader_leaves_a_save_in_progress_alone(tmp_path):
+    state = {"x": jnp.arange(3.0), "step": 1}
+    with checkpoint.open_checkpoints(tmp_path, keep=2) as writer:
+        checkpoint.save(writer, 1, state, {})
+    unfinished = tmp_path / "2.orbax-checkpoint-tmp"
+    unfinished.mkdir()
+    (tmp_path / "3").mkdir()
+    with checkpoint.open_checkpoints(tmp_path, keep=2, writes=False) as reader:
+        restored, _ = checkpoint.restore(reader, state, step=1)
+    assert restored["step"] == 1
+    assert unfinished.exists() and (tmp_path / "3").exists()
