@@ -172,10 +172,11 @@ def test_with_one_update_a_step_no_gate_ever_opens(other_run):
 @pytest.fixture(scope="module")
 def batch(agent, trajectories):
     """The shared rollout batch, `[rows, T]`, with rewards that teach, and scalars."""
-    for i, traj in enumerate(trajectories):
+    scored = copy.deepcopy(trajectories)
+    for i, traj in enumerate(scored):
         traj.reward = float(i % 3 == 0)
     return make_batch(
-        trajectories,
+        scored,
         tokens=agent.config.rollout.max_tokens,
         token_bytes=agent.codec.token_bytes,
         std="sample",
