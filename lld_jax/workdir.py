@@ -94,9 +94,10 @@ def claim(config: ConfigDict, workdir: str | Path) -> Path:
     leaves no folder behind. Raises what `examine` raises.
     """
     workdir = examine(config, workdir)
-    (workdir / "trajectories").mkdir(parents=True, exist_ok=True)
-    if not (workdir / "config.json").exists():
+    workdir.mkdir(parents=True, exist_ok=True)
+    if not (workdir / "config.json").exists():  # first: it says that this is a run
         _replace(workdir / "config.json", config_lib.to_json(config))
+    (workdir / "trajectories").mkdir(exist_ok=True)
     return workdir
 
 
