@@ -63,8 +63,11 @@ def _metrics(
 ) -> dict[str, float]:
     groups = {prefix: list(trajectories)}
     start = 0
-    for name, some in sets.items():
-        label = name.rpartition("/")[2].replace(":", "_")
+    short = [name.rpartition("/")[2] for name in sets]
+    for name, last, some in zip(sets, short, sets.values(), strict=True):
+        # Sets of one file name in several folders keep their whole names.
+        label = last if short.count(last) == 1 else name.replace("/", "_")
+        label = label.replace(":", "_")
         groups[f"{prefix}/{label}"] = trajectories[start : start + len(some)]
         start += len(some)
     for traj, question in zip(trajectories, questions, strict=True):

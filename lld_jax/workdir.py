@@ -10,6 +10,7 @@ summary.json        the result; a folder that has it is a finished run
 
 import json
 import os
+import re
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -140,8 +141,8 @@ def write_summary(
         "exact_match": pick("exact_match"),
         "searches": pick("searches"),
         "questions": int(after["eval/greedy/questions"]),
-        "by_hops": {k.removeprefix("hops"): v for k, v in by.items() if "hops" in k},
-        "by_set": {k: v for k, v in by.items() if "hops" not in k},
+        "by_hops": {k[4:]: v for k, v in by.items() if re.fullmatch(r"hops\d+", k)},
+        "by_set": {k: v for k, v in by.items() if not re.fullmatch(r"hops\d+", k)},
         "seconds": info["seconds"],
         "peak_memory_gib": host.peak_memory_gib(),
         "tokens_per_s": speeds,

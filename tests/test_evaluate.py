@@ -102,3 +102,12 @@ def test_a_question_that_is_too_long_is_shortened_and_counted(agent, published):
     assert trajectories[0].prompt_length <= agent.config.rollout.max_prompt
     metrics = diagnostics.of_rollout(trajectories, stats)
     assert metrics["rollout/prompts_truncated"] == 0.5
+
+
+def test_sets_of_one_file_name_keep_apart(agent, published):
+    some = agent.questions(agent.config.questions.eval[0])
+    sets = {"a/dev.jsonl": some[:1], "b/dev.jsonl": some[1:3], "hops.jsonl": some[:1]}
+    metrics, _ = evaluate.evaluate(agent, published, sets)
+    counts = {k.split("/")[2]: v for k, v in metrics.items() if k.endswith("questions")}
+    names = ("a_dev.jsonl", "b_dev.jsonl", "hops.jsonl")
+    assert [counts[name] for name in names] == [1, 2, 1]
