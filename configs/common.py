@@ -63,6 +63,8 @@ def get_config() -> ConfigDict:
     retrieval.index = "wiki18"  # a folder, as it stands or below data_dir
     retrieval.url = ""  # a server that speaks Search-R1's /retrieve
     retrieval.k = 3
+    retrieval.cache = 0  # answers kept for queries that come again
+    retrieval.timeout = 60.0  # seconds; a search unanswered by then ends its trajectory
 
     config.rollout = rollout = ConfigDict()
     rollout.template = "search"

@@ -69,6 +69,8 @@ FIELDS: dict[str, Rule] = {
     "retrieval.index": _TEXT,
     "retrieval.url": _TEXT,
     "retrieval.k": _int_from(1),
+    "retrieval.cache": _int_from(0),
+    "retrieval.timeout": _ABOVE_0,
     "rollout.template": _NAME,
     "rollout.questions": _int_from(1),
     "rollout.group": _int_from(1),

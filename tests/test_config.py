@@ -56,6 +56,7 @@ def test_the_paper_settings_and_every_field_are_in_the_tree():
         "retrieval.k": 3,
     }
     assert {field: flat[field] for field in paper} == paper
+    assert (flat["retrieval.cache"], flat["retrieval.timeout"]) == (0, 60.0)
     config_lib._check_batches(common)
     assert 512 * 5 // 10 == 256  # the mini-batch of the paper
 
@@ -159,6 +160,8 @@ def test_other_arguments_pass_and_a_value_may_stand_apart():
         ("llds.normalizer", "mean", "llds.normalizer: 'mean'.*'preserved', 'all'"),
         ("model.dtype", "float16", "model.dtype: 'float16'.*'bfloat16', 'float32'"),
         ("rollout.temperature", 0.0, "rollout.temperature: 0.0.*above 0"),
+        ("retrieval.cache", -1, "retrieval.cache: -1.*whole number, 0 or more"),
+        ("retrieval.timeout", 0.0, "retrieval.timeout: 0.0.*number above 0"),
         ("steps", 0, "steps: 0.*1 or more"),
         ("steps", True, "steps: True is not of type int"),
         ("mesh.fsdp", -1, "mesh.fsdp: -1.*1 or more"),
