@@ -14,10 +14,11 @@ import numpy as np
 from lld_jax.losses import LossConfig
 from lld_jax.search import Trajectory
 
-REASONS = ("answered", "turns", "context", "invalid")
+REASONS = ("answered", "turns", "tokens", "context", "invalid", "retriever")
 _COUNTERS = {
     "valid_searches": "rollout/searches",
     "invalid_actions": "rollout/invalid_actions",
+    "actions_cut": "rollout/actions_cut",
     "prompts_truncated": "rollout/prompts_truncated",
     "truncated": "rollout/observations_truncated",
     "no_results": "rollout/searches_empty",
@@ -48,8 +49,11 @@ def of_rollout(
         "rollout/decoded": float(stats["decoded"]),
         "rollout/kept": float(stats["kept"]),
         "rollout/occupancy": stats["occupancy"],
-        "time/rollout_device": stats["seconds_device"],
-        "time/rollout_environment": stats["seconds_environment"],
+        "rollout/row_use": stats["row_use"],
+        **{
+            f"time/rollout_{what}": float(stats.get(f"seconds_{what}", 0.0))
+            for what in ("extend", "decode", "host", "wait")
+        },
         **{
             metric: fmean(t.counters[name] for t in trajectories)
             for name, metric in _COUNTERS.items()

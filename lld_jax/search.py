@@ -1,4 +1,4 @@
-"""The search protocol as an environment: actions in, observations out.
+"""The protocol of actions and observations, as text, as ids and as trajectories.
 
 An action is what the policy writes in one turn, an observation what the environment
 writes in return. Sampled token ids are stored as they are; text is decoded from them,
@@ -8,7 +8,7 @@ and never encoded again.
 import re
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import resources
 from itertools import accumulate, pairwise
@@ -20,9 +20,10 @@ CLOSE = "</information>\n\n"
 RETRY = "\n\nNot a valid action. Use search or answer tags.\n\n"
 NO_RESULTS = "No results."
 UNAVAILABLE = "Search is not available now."
+NOTICES = ((OPEN, NO_RESULTS, CLOSE), (OPEN, UNAVAILABLE, CLOSE), (RETRY,))
 TEMPLATES = ("search", "short")
+TOOLS = ("search",)  # tags of actions other than an answer
 
-_CLOSING = re.compile(r"</(search|answer)>")
 _ANSWER = re.compile(rb"<answer>(?:(?!<answer>).)*?</answer>", re.DOTALL)
 _TAG_START = re.compile(r"<(?=\s*/?\s*(?:think|search|answer|information)\b)", re.I)
 _RETRY = re.compile(re.escape(RETRY))
@@ -194,7 +195,9 @@ def final_answer(traj: Trajectory, token_bytes: Sequence[bytes]) -> str | None:
     if traj.reason != "answered":
         return None
     last = traj.ids[traj.spans[-1].start : traj.spans[-1].end]
-    return parse_action(decode(last, token_bytes)).content
+    # The environment found an answer before any other action: whatever its tools are,
+    # the first closing tag of an answer is the one that it read.
+    return parse_action(decode(last, token_bytes), tools=()).content
 
 
 def to_json(traj: Trajectory) -> dict:
@@ -224,7 +227,7 @@ def from_json(row: dict) -> Trajectory:
 
 @dataclass(frozen=True)
 class Action:
-    """`kind`: search, answer or invalid; `content`: the query or answer, stripped."""
+    """`kind`: a tool, answer or invalid; `content`: the query or answer, stripped."""
 
     kind: str
     content: str
@@ -239,20 +242,25 @@ class Piece:
     action: Action | None = None
 
 
-def parse_action(text: str) -> Action:
-    """Reads the turn up to the first completed `</search>` or `</answer>`.
+def closing_tag(tools: Sequence[str] = TOOLS) -> re.Pattern[str]:
+    """Finds a completed `</answer>` or closing tag of a tool; group 1 is its kind."""
+    return re.compile(f"</({'|'.join(map(re.escape, (*tools, 'answer')))})>")
+
+
+def parse_action(text: str, tools: Sequence[str] = TOOLS) -> Action:
+    """Reads the turn up to the first completed `</answer>` or closing tag of a tool.
 
     The content lies between that tag and the last opening tag of its kind before it.
     Invalid: no closing tag, no opening tag before it, or an empty query. An empty
     answer is an answer (and scores nothing).
     """
-    close = _CLOSING.search(text)
+    close = closing_tag(tools).search(text)
     if close is None:
         return Action("invalid", "")
     kind = close.group(1)
     before, opening, content = text[: close.start()].rpartition(f"<{kind}>")
     content = content.strip()
-    if not opening or (kind == "search" and not content):
+    if not opening or (kind != "answer" and not content):
         return Action("invalid", "")
     return Action(kind, content)
 
@@ -267,9 +275,9 @@ def split_response(text: str) -> list[Piece]:
     anywhere: its last piece is then an invalid action or a partial observation. A
     notice that the policy copied looks like a real one: masks come from ids, not this.
     """
-    pieces, at = [], 0
+    pieces, at, closing = [], 0, closing_tag()
     while at < len(text):
-        close = _CLOSING.search(text, at)
+        close = closing.search(text, at)
         notice = text.find(RETRY, at, close.start() if close else len(text))
         end, reply = len(text), _RETRY
         if notice >= 0:
@@ -352,17 +360,49 @@ def _fit_lines(
     return [token for line in ids for token in line], truncated
 
 
+def prompt_ids(codec: Codec, template: str, question: str) -> list[int]:
+    """The template with the question in its place, as a chat message."""
+    return codec.chat(template.replace("{question}", question))
+
+
+def fit_question(codec: Codec, template: str, question: str, max_prompt: int) -> str:
+    """The question, cut at its end (then: another text) to fit `max_prompt`."""
+    return _shorten(question, max_prompt, lambda q: prompt_ids(codec, template, q))
+
+
+def observation_ids(
+    codec: Codec,
+    lines: Sequence[str],
+    budget: int,
+    opening: str = OPEN,
+    closing: str = CLOSE,
+) -> tuple[list[int], bool]:
+    """Ids of the wrapped lines, `budget` at most, and whether a line was shortened.
+
+    The wrapper is always whole, so `budget` must hold at least it.
+    """
+    # The wrapper is encoded apart from the body: its closing tag stays whole.
+    first, last = codec.encode(opening), codec.encode(closing)
+    body, truncated = _fit_lines(lines, budget - len(first) - len(last), codec.encode)
+    return first + body + last, truncated
+
+
 def check_budgets(
-    codec: Codec, template: str, max_prompt: int, max_observation: int
+    codec: Codec,
+    template: str,
+    max_prompt: int,
+    max_observation: int,
+    notices: Iterable[Sequence[str]] = NOTICES,
 ) -> None:
     """Checks at start that the budgets hold the template and the notices.
+
+    A notice is given in the parts that are encoded apart.
 
     Raises:
       ValueError: names the budget (`rollout.*`), its value and the least legal one.
     """
-    notices = [(OPEN, NO_RESULTS, CLOSE), (OPEN, UNAVAILABLE, CLOSE), (RETRY,)]
     observation = max(sum(len(codec.encode(s)) for s in parts) for parts in notices)
-    prompt = len(codec.chat(template.replace("{question}", "")))
+    prompt = len(prompt_ids(codec, template, ""))
     pairs = (max_prompt, prompt), (max_observation, observation)
     for name, (value, least) in zip(("prompt", "observation"), pairs, strict=True):
         if value < least:
@@ -370,124 +410,3 @@ def check_budgets(
             raise ValueError(
                 f"rollout.max_{name}={value}: {own}, legal is that or more"
             )
-
-
-# ----- the environment ------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Turn:
-    """One finished action.
-
-    `turn` counts from 0; `last` says that no generation follows; `room` is how many
-    tokens the context can give an observation, whatever `max_observation` allows.
-    """
-
-    question: str
-    action_ids: list[int]
-    turn: int
-    last: bool
-    room: int
-
-
-@dataclass(frozen=True)
-class Reply:
-    """Observation `ids`, or None and the `reason` why the trajectory ended.
-
-    Reasons: `answered`; `turns` or `invalid`, a search or an invalid action on the last
-    generation; `context`, no room for even an empty observation. Counters:
-    `valid_searches` (well-formed, without a reply too), `invalid_actions`,
-    `no_results`, `retrieval_failed`, `truncated` (passages were shortened).
-    """
-
-    ids: list[int] | None
-    reason: str | None
-    counters: dict[str, int] = field(default_factory=dict)
-    searches: tuple[Search, ...] = ()
-
-
-@dataclass(frozen=True)
-class SearchEnvironment:
-    """Search-R1's protocol (arXiv 2503.09516) with one retriever.
-
-    `k` passages per query; an observation has at most `max_observation` tokens, a
-    prompt at most `max_prompt`. Budgets are checked when it is made (`check_budgets`).
-    """
-
-    codec: Codec
-    retriever: Retriever
-    template: str
-    k: int = 3
-    max_observation: int = 500
-    max_prompt: int = 2048
-
-    def __post_init__(self):
-        if self.k < 1:
-            raise ValueError(f"retrieval.k={self.k}: legal is 1 or more")
-        check_budgets(self.codec, self.template, self.max_prompt, self.max_observation)
-
-    def fit_question(self, question: str) -> str:
-        """The question, cut at its end (then: another text) to fit `max_prompt`."""
-        return _shorten(question, self.max_prompt, self._prompt)
-
-    def start(self, question: str) -> list[int]:
-        """Prompt ids, at most `max_prompt`; the template is always whole."""
-        return self._prompt(self.fit_question(question))
-
-    def _prompt(self, question: str) -> list[int]:
-        return self.codec.chat(self.template.replace("{question}", question))
-
-    def step(self, turns: Sequence[Turn]) -> list[Reply]:
-        """Answers a batch of turns, in order, with one call of the retriever."""
-        notice = self.codec.encode(RETRY)
-        wrapper = len(self.codec.encode(OPEN)) + len(self.codec.encode(CLOSE))
-        replies: list[Reply | None] = []
-        queries: list[str] = []
-        for turn in turns:
-            action = parse_action(decode(turn.action_ids, self.codec.token_bytes))
-            valid = action.kind == "search"
-            count = {"valid_searches" if valid else "invalid_actions": 1}
-            if action.kind == "answer":
-                replies.append(Reply(None, "answered"))
-            elif turn.last:
-                replies.append(Reply(None, "turns" if valid else "invalid", count))
-            elif turn.room < (wrapper if valid else len(notice)):
-                replies.append(Reply(None, "context", count))
-            elif valid:
-                queries.append(action.content)
-                replies.append(None)
-            else:
-                replies.append(Reply(list(notice), None, count))
-        found: Sequence[list[Passage] | None] = ()
-        if queries:
-            try:
-                found = self.retriever.search(queries, self.k)
-            except RetrievalError:
-                found = [None] * len(queries)
-        waiting = [i for i, reply in enumerate(replies) if reply is None]
-        for i, query, passages in zip(waiting, queries, found, strict=True):
-            replies[i] = self._observe(query, passages, turns[i].room)
-        return replies
-
-    def _observe(self, query: str, passages: list[Passage] | None, room: int) -> Reply:
-        """Renders what was found (None: retrieval failed) within the budget."""
-        counters = {"valid_searches": 1}
-        shown = (passages or ())[: self.k]
-        lines = [
-            f"Doc {i}(Title: {clean_text(p.title)}) {clean_text(p.text)}"
-            for i, p in enumerate(shown, 1)
-        ]
-        if passages is None:
-            counters["retrieval_failed"] = 1
-            lines = [UNAVAILABLE]
-        elif not shown:
-            counters["no_results"] = 1
-            lines = [NO_RESULTS]
-        # The wrapper is encoded apart from the body: its closing tag stays whole.
-        opening, closing = self.codec.encode(OPEN), self.codec.encode(CLOSE)
-        budget = min(self.max_observation, room) - len(opening) - len(closing)
-        body, truncated = _fit_lines(lines, budget, self.codec.encode)
-        if truncated:
-            counters["truncated"] = 1
-        search = Search(query, tuple(passage.title for passage in shown))
-        return Reply(opening + body + closing, None, counters, (search,))

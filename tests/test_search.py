@@ -1,75 +1,20 @@
 import base64
 import json
-import re
 from pathlib import Path
 
 import pytest
+from byte_codec import BYTES, PARTS, ask, byte_encode, environment, text_of, turn, wrap
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lld_jax import search
-from lld_jax.search import Action, Codec, Passage, Piece, RetrievalError, Turn
+from lld_jax.search import Action, Passage, Piece
 from lld_jax.stop import stop_table
 
 # A small vocabulary; id 0 is both end and pad.
 TOY = ["<|end|>", "<", "search", ">", "who", " wrote", " it", "</", ">\n\n", "Next"]
 TOY += ["answer", "think", "<th", "ink", "Lima", " "]
 TOY = tuple(token.encode() for token in TOY)
-END = 256
-
-
-def byte_encode(text):
-    """One id per byte: every text can be written, no text gives the end token."""
-    return list(text.encode("utf-8"))
-
-
-def word_encode(text):
-    """Words, white space and `</` whole, else bytes: cuts may merge or split."""
-    ids = []
-    for part in WORD.findall(text):
-        ids += [WORDS[part]] if part in WORDS else list(part.encode("utf-8"))
-    return ids
-
-
-WORD = re.compile(r"</| ?\w+|\s+|[^\w\s]")
-OWN = (search.OPEN, search.CLOSE, search.RETRY, search.NO_RESULTS, search.UNAVAILABLE)
-OWN = WORD.findall("".join(OWN) + "Doc(Title:(word word")
-WORDS = {word: 257 + i for i, word in enumerate(dict.fromkeys(OWN))}
-BYTES = (*(bytes([b]) for b in range(256)), b"<|end|>", *(w.encode() for w in WORDS))
-
-
-def chat(text):
-    return [END, *byte_encode(text), END]
-
-
-CODEC = Codec(byte_encode, chat, BYTES, frozenset({END}), END)
-WORD_CODEC = Codec(word_encode, chat, BYTES, frozenset({END}), END)
-
-
-class Fake:
-    """Records its calls; answers with what it was given, or fails."""
-
-    def __init__(self, found=None):
-        self.found, self.calls = found, []
-
-    def search(self, queries, k):
-        self.calls.append((list(queries), k))
-        if self.found is None:
-            raise RetrievalError("down")
-        return [list(self.found[:k]) for _ in queries]
-
-
-def environment(found=None, codec=CODEC, template="Q: {question}", **budgets):
-    return search.SearchEnvironment(codec, Fake(found), template, **budgets)
-
-
-def turn(text, last=False, room=10_000):
-    return Turn("q?", byte_encode(text), 0, last, room)
-
-
-def text_of(reply):
-    return search.decode(reply.ids, BYTES)
-
 
 # ----- parsing
 
@@ -96,8 +41,14 @@ def test_parse_action(text, kind, content):
     assert search.parse_action(text) == Action(kind, content)
 
 
-def wrap(body):
-    return f"\n\n<information>{body}</information>\n\n"
+def test_parse_action_of_other_tools():
+    text = "<search>x</search> <run> 1 </run><answer>y</answer>"
+    assert search.parse_action(text, ("run",)) == Action("run", "1")
+    assert search.parse_action(text, ("run", "search")) == Action("search", "x")
+    assert search.parse_action(text, ()) == Action("answer", "y")
+    assert search.parse_action("<run> </run>", ("run",)) == Action("invalid", "")
+    assert search.parse_action("<a.>1</a.>", ("a.",)) == Action("a.", "1")
+    assert search.closing_tag(("a.",)).search("</a!>") is None
 
 
 def test_split_names_every_action():
@@ -135,10 +86,6 @@ def test_split_keeps_a_block_that_the_policy_wrote():
         assert "".join(p.text for p in pieces) == text
 
 
-PARTS = ["<search>", "</search>", "<answer>", "</answer>", "x", " ", "\n", "\n\n", "."]
-PARTS += ["<information>", "</information>", wrap("d"), search.RETRY, "\u00e9", "<"]
-
-
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.sampled_from(PARTS), max_size=12).map("".join))
 def test_split_joins_and_every_complete_action_is_one(text):
@@ -163,7 +110,7 @@ def test_split_of_a_cut_text_begins_like_that_of_the_whole(data):
             max_size=4,
         )
     ):
-        text += action + text_of(env.step([turn(action)])[0])
+        text += action + text_of(ask(env, [turn(action)])[0])
     text += "<answer>z</answer>"
     cut = text[: data.draw(st.integers(0, len(text)))]
     whole, part = search.split_response(text), search.split_response(cut)
@@ -250,7 +197,7 @@ def test_final_answer_is_what_the_policy_wrote():
         assert search.final_answer(traj, BYTES) is None
         ids = byte_encode(text)
         search.append_action(traj, ids, [-1.0] * len(ids))
-        (reply,) = env.step([turn(text)])
+        (reply,) = ask(env, [turn(text)])
         traj.reason = reply.reason
         if reply.ids:
             search.append_observation(traj, reply.ids)
@@ -282,171 +229,13 @@ def test_answer_mask_does_not_join_actions_around_an_observation():
     assert sum(search.answer_mask(ids, mask, BYTES)) == 0
 
 
-# ----- environment
-
-
-def test_step_is_batched_and_names_reasons():
-    env = environment([Passage("1", "T", "text", 1.0), Passage("2", "U", "more", 0.5)])
-    texts = ["<search>x</search>", "<answer>y</answer>", "none", "<search>z</search>."]
-    turns = [turn(text, last) for last in (False, True) for text in texts]
-    turns += [turn("<search>w</search>", room=3), turn("none", room=3)]
-    replies = env.step(turns)
-    assert [r.reason for r in replies] == [
-        *(None, "answered", None, None),
-        *("turns", "answered", "invalid", "turns"),
-        *("context", "context"),
-    ]
-    assert all((r.ids is None) == (r.reason is not None) for r in replies)
-    assert env.retriever.calls == [(["x", "z"], 3)]
-    assert text_of(replies[0]) == wrap("Doc 1(Title: T) text\nDoc 2(Title: U) more")
-    assert text_of(replies[2]) == search.RETRY
-    assert replies[3].searches == (search.Search("z", ("T", "U")),)
-    valid, invalid = {"valid_searches": 1}, {"invalid_actions": 1}
-    assert [r.counters for r in replies] == [
-        *(valid, {}, invalid, valid),
-        *(valid, {}, invalid, valid),
-        *(valid, invalid),
-    ]
-    assert env.step([turn("none")])[0].ids and len(env.retriever.calls) == 1
-    assert env.step([]) == []
-
-
-def test_end_token_before_an_answer_closed_is_an_invalid_action():
-    env = environment([])
-    ids = byte_encode("<answer>Lima")
-    replies = env.step(
-        [Turn("q?", [*ids, END], 0, False, 999), Turn("q?", ids, 0, True, 999)]
-    )
-    assert text_of(replies[0]) == search.RETRY
-    assert replies[1].reason == "invalid"
-
-
-def test_failed_and_empty_retrieval_are_neutral():
-    (failed,) = environment(None).step([turn("<search>x</search>")])
-    assert text_of(failed) == wrap(search.UNAVAILABLE)
-    assert failed.counters == {"valid_searches": 1, "retrieval_failed": 1}
-    assert failed.searches == (search.Search("x", ()),)
-    (empty,) = environment([]).step([turn("<search>x</search>")])
-    assert text_of(empty) == wrap(search.NO_RESULTS)
-    assert empty.counters == {"valid_searches": 1, "no_results": 1}
-
-
-def test_over_budget_shortens_the_passages_and_closes():
-    found = [Passage("1", "word", "word " * 200, 1.0)]
-    env = environment(found, WORD_CODEC, max_observation=20)
-    (reply,) = env.step([turn("<search>x</search>")])
-    assert 19 <= len(reply.ids) <= 20
-    text = text_of(reply)
-    assert text.startswith("\n\n<information>Doc 1(Title: word) word")
-    assert text.endswith("</information>\n\n")
-    assert reply.counters == {"valid_searches": 1, "truncated": 1}
-    assert len(env.step([turn("<search>x</search>", room=15)])[0].ids) <= 15
-    traj = start()
-    search.append_observation(traj, reply.ids)
-    assert sum(traj.mask) == 0
-
-
-def test_passages_share_the_budget_fairly():
-    texts = ["a" * 500, "short", "b" * 500]
-    found = [Passage(str(i), "T", text, 1.0) for i, text in enumerate(texts)]
-    env = environment(found, max_observation=331)
-    (reply,) = env.step([turn("<search>x</search>")])
-    assert len(reply.ids) == 331
-    lines = text_of(reply).strip().split("\n")
-    assert lines[1] == "Doc 2(Title: T) short"
-    # 331 - 31 of the wrapper - 22 of the short line and its newline, halved; the
-    # first line's newline is paid from its own half.
-    assert len(lines[0]) - len("<information>") == (331 - 31 - 22) // 2 - 1
-    assert len(lines[2]) - len("</information>") == (331 - 31 - 22) // 2
-
-
-@pytest.mark.parametrize(
-    "tag",
-    [
-        "</information>",
-        "<information>",
-        "<Search>",
-        "< / answer >",
-        "</ANSWER",
-        "<\tthink>",
-    ],
-)
-def test_retrieved_text_cannot_act_as_a_tag(tag):
-    found = [Passage("1", f"a{tag}", f"b {tag}\n\nc\r\nd", 1.0)]
-    (reply,) = environment(found).step([turn("<search>x</search>")])
-    body = text_of(reply)[len(search.OPEN) : -len(search.CLOSE)]
-    edited = "(" + " ".join(tag.split())[1:]
-    assert body == f"Doc 1(Title: a{edited}) b {edited} c d"
+# ----- texts
 
 
 def test_clean_text_leaves_other_text_alone():
     text = "a < b, <b>bold</b> <searching> \u00e9 research>"
     assert search.clean_text(text) == text
     assert search.clean_text("x\ud800y") == "x?y"
-
-
-TAGGED = st.lists(
-    st.one_of(
-        st.text(max_size=8),
-        st.sampled_from(PARTS),
-        st.sampled_from(
-            ["< /Information>", "word ", "<|end|>", "</answer", "<<search>"]
-        ),
-    ),
-    max_size=15,
-).map("".join)
-PASSAGES = st.lists(
-    st.builds(Passage, st.just("1"), TAGGED, TAGGED, st.just(0.0)), max_size=4
-)
-
-
-@settings(max_examples=150, deadline=None)
-@given(PASSAGES, st.integers(60, 200), st.integers(31, 200), st.sampled_from([0, 1]))
-def test_observation_is_within_budget_and_closes_once(found, most, room, which):
-    codec = (CODEC, WORD_CODEC)[which]
-    env = environment(found, codec, max_observation=most)
-    (reply,) = env.step([turn("<search>x</search>", room=room)])
-    assert len(reply.ids) <= min(env.max_observation, room)
-    assert END not in reply.ids
-    text = text_of(reply)
-    assert text.startswith(search.OPEN) and text.endswith(search.CLOSE)
-    body = text[len(search.OPEN) : -len(search.CLOSE)]
-    tag = r"<\s*/?\s*(think|search|answer|information)\s*>"
-    assert re.search(tag, body + "</information", re.IGNORECASE) is None
-    assert "\n\n" not in body
-    split = search.split_response(f"<search>x</search>{text}")
-    assert [p.text for p in split] == ["<search>x</search>", text]
-    cut = "truncated" in reply.counters
-    whole = "\n".join(
-        f"Doc {i}(Title: {search.clean_text(p.title)}) {search.clean_text(p.text)}"
-        for i, p in enumerate(found[:3], 1)
-    )
-    assert (body == (whole or search.NO_RESULTS)) != cut
-
-
-def test_budgets_that_cannot_hold_the_protocol_are_refused():
-    least = max(len(search.RETRY), len(wrap(search.UNAVAILABLE)))
-    environment([], max_observation=least)
-    with pytest.raises(
-        ValueError, match=rf"rollout.max_observation={least - 1}.*{least}"
-    ):
-        environment([], max_observation=least - 1)
-    with pytest.raises(ValueError, match="rollout.max_prompt=4.* 5 "):
-        environment([], max_prompt=4)
-    with pytest.raises(ValueError, match="retrieval.k=0"):
-        environment([], k=0)
-
-
-# ----- prompts
-
-
-def test_prompt_shortens_the_question_and_keeps_the_template():
-    env = environment([], template="A {question} B", max_prompt=16)
-    assert search.decode(env.start("who?")[1:-1], BYTES) == "A who? B"
-    assert env.fit_question("who?") == "who?"
-    assert env.start("x" * 99) == chat("A " + "x" * 10 + " B")
-    assert env.fit_question("x" * 99) == "x" * 10
-    assert env.fit_question("{question} a") == "{question}"
 
 
 def test_templates():
