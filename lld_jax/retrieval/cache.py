@@ -24,12 +24,12 @@ class CachedRetriever:
             raise ValueError(f"retrieval.cache={entries}: legal is 0 or more")
         self.retriever, self.entries = retriever, entries
         self.asked = self.hits = 0
-        self._kept: OrderedDict[tuple[str, int], tuple[Passage, ...]] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, int], list[Passage]] = OrderedDict()
         self._lock = Lock()  # never held while `retriever` works
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Passage]]:
         """One list per query, at most `k` long. Raises what `retriever` raises."""
-        found: dict[str, tuple[Passage, ...]] = {}
+        found: dict[str, list[Passage]] = {}
         missing = []
         with self._lock:
             for query in dict.fromkeys(queries):
@@ -42,13 +42,11 @@ class CachedRetriever:
             self.hits += len(queries) - len(missing)
         if missing:
             answers = self.retriever.search(missing, k)
-            # Tuples: what a caller does to its list does not reach the next one.
-            new = dict(zip(missing, map(tuple, answers), strict=True))
+            new = dict(zip(missing, answers, strict=True))
             found |= new
             with self._lock:
-                for query, answer in new.items():
-                    self._kept[query, k] = answer
-                    self._kept.move_to_end((query, k))
+                self._kept |= {(query, k): answer for query, answer in new.items()}
                 while len(self._kept) > self.entries:
                     self._kept.popitem(last=False)
+        # Copies: what a caller does to its lists does not reach the next one.
         return [list(found[query]) for query in queries]
