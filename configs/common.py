@@ -72,6 +72,8 @@ def get_config() -> ConfigDict:
     rollout.group = 5
     rollout.slots = 512  # trajectories in flight, of all hosts together
     rollout.temperature = 1.0
+    rollout.top_p = 1.0  # nothing else is legal: the trainer scores all tokens
+    rollout.top_k = 0
     rollout.max_turns = 3  # searches that get a reply; one last action follows
     rollout.max_prompt = 2048  # this and the next three count tokens
     rollout.max_action = 500
@@ -109,6 +111,8 @@ def get_config() -> ConfigDict:
     evaluation.every = 50  # steps; 0 evaluates only before and after
     evaluation.sets = ()  # those of questions.eval scored during training; () is all
     evaluation.max_turns = 4
+    evaluation.top_p = 1.0  # of the sampled mode; 1 leaves nothing out
+    evaluation.top_k = 0  # of the sampled mode; 0 leaves nothing out
     evaluation.limit = 0  # questions of each set; 0 takes all
 
     config.checkpoint = checkpoint = ConfigDict()

@@ -11,16 +11,12 @@ from ml_collections import ConfigDict
 
 from lld_jax import config as config_lib
 from lld_jax import decoding, hf, model, parallel, questions, rewards
+from lld_jax.environment import SearchEnvironment
 from lld_jax.questions import Question
 from lld_jax.retrieval.build import open_index
-from lld_jax.rollout import Limits, rollout, tasks_of
-from lld_jax.search import (
-    Codec,
-    SearchEnvironment,
-    Trajectory,
-    final_answer,
-    load_template,
-)
+from lld_jax.retrieval.cache import CachedRetriever
+from lld_jax.rollout import Limits, Sampling, rollout, tasks_of
+from lld_jax.search import Codec, Trajectory, final_answer, load_template
 from lld_jax.stop import stop_table
 
 # Entries of an extend call: a fifth of the slots, since stops come in dribs and drabs.
@@ -91,7 +87,7 @@ def open_agent(config: ConfigDict) -> Agent:
     try:
         environment = SearchEnvironment(
             codec=codec,
-            retriever=open_index(corpus),
+            retriever=CachedRetriever(open_index(corpus), config.retrieval.cache),
             template=load_template(limits.template),
             k=config.retrieval.k,
             max_observation=limits.max_observation,
@@ -154,7 +150,7 @@ def sample(
     *,
     group: int,
     seed: int,
-    temperature: float,
+    sampling: Sampling,
     max_turns: int,
     on_progress: Callable[[int], None] = lambda done: None,
 ) -> tuple[list[Trajectory], dict[str, float]]:
@@ -164,9 +160,13 @@ def sample(
         published,
         agent.environment,
         tasks_of(draws, group),
-        Limits(max_turns=max_turns, max_action=agent.config.rollout.max_action),
+        Limits(
+            max_turns=max_turns,
+            max_action=agent.config.rollout.max_action,
+            timeout=agent.config.retrieval.timeout,
+        ),
+        sampling,
         seed=seed,
-        temperature=temperature,
         on_progress=on_progress,
     )
     fit = {t.question: agent.environment.fit_question(t.question) for t in trajectories}

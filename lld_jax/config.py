@@ -53,6 +53,8 @@ _SOME_SOURCES = Rule(
     tuple, _SOURCES.legal + ", at least one", lambda v: bool(v) and _SOURCES.holds(v)
 )
 
+_WHOLE = "training samples what the trainer scores, all tokens; evaluation has"
+
 FIELDS: dict[str, Rule] = {
     "seed": _int_from(0),
     "steps": _int_from(1),
@@ -76,6 +78,8 @@ FIELDS: dict[str, Rule] = {
     "rollout.group": _int_from(1),
     "rollout.slots": _int_from(1),
     "rollout.temperature": _ABOVE_0,
+    "rollout.top_p": Rule(float, f"1: {_WHOLE}; eval.top_p", lambda v: v == 1),
+    "rollout.top_k": Rule(int, f"0: {_WHOLE}; eval.top_k", lambda v: v == 0),
     "rollout.max_turns": _int_from(0),
     "rollout.max_prompt": _int_from(1),
     "rollout.max_action": _int_from(1),
@@ -106,6 +110,8 @@ FIELDS: dict[str, Rule] = {
     "eval.sets": _SOURCES,
     "eval.max_turns": _int_from(0),
     "eval.limit": _int_from(0),
+    "eval.top_p": Rule(float, "a number above 0, at most 1", lambda v: 0 < v <= 1),
+    "eval.top_k": _int_from(0),
     "checkpoint.every": _int_from(0),
     "checkpoint.keep": _int_from(1),
     "diagnostics.every": _int_from(0),

@@ -2,10 +2,14 @@
 
 Their shapes never change, so nothing compiles after their first call. The slots hold
 the key/value cache of the running trajectories; it covers every token of a slot, also
-the last one sampled, so an observation is appended without reading anything again.
+the last one sampled, so an observation is appended without reading anything again. The
+prompt stays at the head of a slot, with the hidden state behind it, so the rest of its
+group starts from a copy. What was sampled leaves a call as a report, which no later
+call takes back: the host reads it while the next one runs.
 
-Axis letters: R slots, E slots extended in one call, N new tokens, S positions of a
-slot, L layers, K kv heads, H head dim, D width, V vocab.
+Axis letters: R slots, E slots extended or forked in one call, N new tokens, C decode
+steps of a call, S positions of a slot, L layers, K kv heads, H head dim, D width,
+V vocab.
 """
 
 import dataclasses
@@ -16,12 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from lld_jax import model
-from lld_jax.logprobs import local_logits
+from lld_jax import model, sampling
 from lld_jax.parallel import Layout
 from lld_jax.stop import StopTable
-
-_BLOCK = 128  # vocabulary entries per block of the two-level inverse CDF
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,9 +31,10 @@ class Shapes:
 
     slots: int
     tokens: int  # positions of a slot, and the length of a training row
-    extend_rows: int  # slots extended in one call
+    extend_rows: int  # slots extended, or forked, in one call
     extend_tokens: int  # new tokens of each
     block: int = 64  # key positions read at once
+    steps: int = 8  # at most, of one decode call
 
     @property
     def positions(self) -> int:
@@ -42,99 +44,35 @@ class Shapes:
 
 @dataclasses.dataclass(frozen=True)
 class Programs:
-    """Jitted functions over one slot state; each donates the state it is given."""
+    """Jitted functions over one slot state; each donates the state it is given.
+
+    Attributes:
+      init: () -> slots.
+      extend: (params, slots, request) -> slots, done. Request, all `[E]` but ids:
+        `rows` (slots, each entry one of its own shard), `ids [E, N]`, `n` (0: unused),
+        `fresh` (starts the slot over), `run` (decodes from here on), `prompt` (the
+        prompt ends here), `draw`, `sample`, `limit` (the slot's length at which its
+        action is cut). `done` is a scalar that is there once the call has run.
+      decode: (params, slots, order) -> slots, report. Order: `steps` (at most
+        `shapes.steps`), `wake` (returns once so many have stopped), `temperature`,
+        `top_p`, `top_k`, `seed`. Report: `ids [R, C]`, `logps [R, C]`, `n [R]` (how
+        many of these a slot took), `stopped [R]`, `cut [R]` (stopped by the limit),
+        `steps`.
+      fork: (slots, request) -> slots, done. Request, all `[E]`: `src`, `dst` (slots of
+        the entry's shard), `used`, `draw`, `sample`, `limit`. `dst` starts over with
+        the prompt of `src`, which may be itself, and runs.
+    """
 
     shapes: Shapes
     layout: Layout
-    init: Any  # () -> slots
-    extend: Any  # (params, slots, request) -> slots
-    decode: Any  # (params, slots, steps, wake, temperature, seed) -> slots
-    fork: Any  # (slots, src[R], dst[R], sample[R]) -> slots
+    init: Any
+    extend: Any
+    decode: Any
+    fork: Any
 
     def compilations(self) -> int:
         jitted = (self.init, self.extend, self.decode, self.fork)
         return sum(f._cache_size() for f in jitted)
-
-
-def sample(
-    hidden_RxD: jax.Array,
-    head_VxD: jax.Array,
-    uniform_R: jax.Array,
-    temperature: jax.Array,
-    *,
-    valid_vocab: int,
-    layout: Layout,
-) -> tuple[jax.Array, jax.Array]:
-    """One token a slot from one uniform number a slot; greedy at temperature 0.
-
-    Inverse CDF in two levels: the sums of blocks of the vocabulary find the block, a
-    cumulative sum inside it the token. The vocabulary stays split.
-
-    Returns:
-      tokens `[R]` int32 and their logps `[R]` float32 at `temperature` (1 if greedy).
-    """
-    axes = layout.vocab
-
-    def local(hidden, head, uniform, temperature):
-        logits, offset = local_logits(
-            hidden,
-            head,
-            axes,
-            temperature=jnp.where(temperature > 0, temperature, 1.0),
-            valid_vocab=valid_vocab,
-        )
-        peak = jax.lax.pmax(logits.max(-1), axes)
-        p = jnp.exp(logits - peak[:, None])
-        p = jnp.pad(p, ((0, 0), (0, -p.shape[1] % _BLOCK)))
-        p = p.reshape(p.shape[0], -1, _BLOCK)
-        sums = p.sum(-1)
-        mass = sums.sum(-1)
-        total = jax.lax.psum(mass, axes)
-
-        ends = jnp.cumsum(jax.lax.all_gather(mass, axes), axis=0)
-        target = uniform * total
-        owner = jnp.minimum((ends <= target).sum(0), ends.shape[0] - 1)
-        mine = owner == jax.lax.axis_index(axes)
-        target = target - (jnp.take_along_axis(ends, owner[None], 0)[0] - mass)
-        ends = jnp.cumsum(sums, axis=-1)
-        b = jnp.minimum((ends <= target[:, None]).sum(-1), sums.shape[1] - 1)[:, None]
-        start = jnp.take_along_axis(ends - sums, b, -1)
-        p = jnp.take_along_axis(p, b[..., None], 1)[:, 0]
-        inside = (jnp.cumsum(p, axis=-1) > target[:, None] - start) & (p > 0)
-        # Rounding can leave no entry beyond it: then the likeliest of the block.
-        pick = jnp.where(inside.any(-1), inside.argmax(-1), p.argmax(-1))
-        drawn = jnp.where(mine, offset + b[:, 0] * _BLOCK + pick, 0)
-        drawn = jax.lax.psum(drawn, axes)
-
-        # Not `==`: NaN, too, must give an id that the vocabulary has.
-        best = jnp.where(
-            logits.max(-1) < peak, np.iinfo(np.int32).max, offset + logits.argmax(-1)
-        )
-        token = jnp.where(temperature > 0, drawn, jax.lax.pmin(best, axes))
-        row = token - offset
-        hit = (row >= 0) & (row < logits.shape[1])
-        at = jnp.take_along_axis(logits, jnp.where(hit, row, 0)[:, None], -1)[:, 0]
-        at = jax.lax.psum(jnp.where(hit, at, 0.0), axes)
-        return token.astype(jnp.int32), at - peak - jnp.log(total)
-
-    return jax.shard_map(
-        local,
-        mesh=layout.mesh,
-        in_specs=(P(layout.batch), P(axes, None), P(layout.batch), P()),
-        out_specs=(P(layout.batch), P(layout.batch)),
-    )(hidden_RxD, head_VxD, uniform_R, temperature)
-
-
-def _uniforms(seed, draw, sample, position):
-    """One number a slot, a function of (seed, draw, sample, position) alone."""
-
-    def one(draw, sample, position):
-        key = jax.random.key(seed)
-        for number in (draw, sample, position):
-            key = jax.random.fold_in(key, number)
-        return jax.random.uniform(key)
-
-    return jax.vmap(one)(draw, sample, position)
 
 
 def make_programs(
@@ -161,9 +99,6 @@ def make_programs(
     R, S, block = shapes.slots, shapes.positions, shapes.block
     kv = (config.layers, R, config.kv_heads, S, config.head_dim)
     table = np.asarray(stop.next_state)
-    by_slot = layout.sharding(layout.batch)
-    cached = layout.sharding(None, layout.batch, layout.heads)
-    shardings = {"k": cached, "v": cached}
 
     def init():
         zeros = {name: jnp.zeros(R, jnp.int32) for name in _PER_SLOT}
@@ -171,22 +106,19 @@ def make_programs(
             "k": jnp.zeros(kv, dtype),
             "v": jnp.zeros(kv, dtype),
             "hidden": jnp.zeros((R, config.width), dtype),
-            "ids": jnp.zeros((R, S), jnp.int32),
-            "logps": jnp.zeros((R, S), jnp.float32),
+            "prompt_hidden": jnp.zeros((R, config.width), dtype),
             "running": jnp.zeros(R, bool),
         }
 
     def extend(params, slots, request):
-        """Appends `n` of `ids` to each of `rows`; `fresh` rows start over at 0."""
         n, rows = request["n"], request["rows"]
         start = jnp.where(request["fresh"], 0, slots["length"][rows])
         t = jnp.arange(shapes.extend_tokens)
-        positions = jnp.where(t < n[:, None], start[:, None] + t, S)
         hidden, (k, v) = model.cached_hidden_states(
             config,
             params,
             request["ids"],
-            positions,
+            jnp.where(t < n[:, None], start[:, None] + t, S),
             (slots["k"], slots["v"]),
             rows_E=rows,
             blocks=-(-jnp.max(jnp.where(n > 0, start + n, 0)) // block),
@@ -195,48 +127,56 @@ def make_programs(
             layout=layout,
         )
         last = jnp.take_along_axis(hidden, jnp.maximum(n - 1, 0)[:, None, None], 1)
-        rows = jnp.where(n > 0, rows, R)  # an unused entry writes nowhere
+        prompt = request["prompt"]
         new = {
             "length": start + n,
             "hidden": last[:, 0],
-            "state": jnp.zeros_like(n),
+            "state": jnp.full_like(n, stop.start),
             "running": request["run"],
-        } | {name: request[name] for name in ("draw", "sample", "limit")}
-        return (
-            slots
-            | {"k": k, "v": v}
-            | {key: slots[key].at[rows].set(x, mode="drop") for key, x in new.items()}
-        )
+            "prompt_hidden": jnp.where(
+                prompt[:, None], last[:, 0], slots["prompt_hidden"][rows]
+            ),
+            "prompt_length": jnp.where(prompt, start + n, slots["prompt_length"][rows]),
+        } | {name: request[name] for name in _IDENTITY}
+        slots = slots | {"k": k, "v": v}
+        return _write(slots, jnp.where(n > 0, rows, R), new), n.sum()
 
-    def decode(params, slots, steps, wake, temperature, seed):
-        """Samples until `steps` tokens or until `wake` of the running slots stopped."""
-        began = slots["running"].sum()
+    def decode(params, slots, order):
+        began = slots["running"]
         head = model.head(params)
+        report = {
+            "ids": jnp.zeros((R, shapes.steps), jnp.int32),
+            "logps": jnp.zeros((R, shapes.steps), jnp.float32),
+        }
 
         def more(carry):
-            step, slots = carry
+            step, slots, _ = carry
             running = slots["running"].sum()
-            return (step < steps) & (running > 0) & (began - running < wake)
+            few = began.sum() - running < order["wake"]
+            return (step < order["steps"]) & (running > 0) & few
 
         def one(carry):
-            step, slots = carry
+            step, slots, report = carry
             running, length = slots["running"], slots["length"]
-            uniform = _uniforms(seed, slots["draw"], slots["sample"], length)
-            token, logp = sample(
+            uniform = sampling.uniforms(
+                order["seed"], slots["draw"], slots["sample"], length
+            )
+            token, logp = sampling.sample(
                 slots["hidden"],
                 head,
                 uniform,
-                temperature,
+                order["temperature"],
+                order["top_p"],
+                order["top_k"],
                 valid_vocab=valid_vocab,
                 layout=layout,
             )
-            at = (jnp.arange(R), jnp.where(running, length, S))
             state = jnp.asarray(table)[slots["state"], token].astype(jnp.int32)
             hidden, (k, v) = model.cached_hidden_states(
                 config,
                 params,
                 token[:, None],
-                at[1][:, None],
+                jnp.where(running, length, S)[:, None],
                 (slots["k"], slots["v"]),
                 rows_E=None,
                 blocks=jnp.max(jnp.where(running, length, 0)) // block + 1,
@@ -249,48 +189,105 @@ def make_programs(
             slots = slots | {
                 "k": k,
                 "v": v,
-                "ids": slots["ids"].at[at].set(token, mode="drop"),
-                "logps": slots["logps"].at[at].set(logp, mode="drop"),
                 "hidden": jnp.where(running[:, None], hidden[:, 0], slots["hidden"]),
                 "state": jnp.where(running, state, slots["state"]),
                 "length": length,
                 "running": running & ~stopped,
             }
-            return step + 1, slots
+            report = {
+                "ids": report["ids"].at[:, step].set(token),
+                "logps": report["logps"].at[:, step].set(logp),
+            }
+            return step + 1, slots, report
 
-        return jax.lax.while_loop(more, one, (0, slots))[1]
+        before = slots["length"]
+        steps, slots, report = jax.lax.while_loop(more, one, (0, slots, report))
+        stopped = began & ~slots["running"]
+        return slots, report | {
+            "n": slots["length"] - before,
+            "stopped": stopped,
+            "cut": stopped & (slots["state"] != stop.stop),
+            "steps": steps,
+        }
 
-    def fork(slots, src, dst, sample):
-        """Copies the state of slot `src[i]` to slot `dst[i]` of the same shard.
-
-        `dst[i] = R` copies nothing. The copy differs in its sample number alone.
-        """
-
-        def copy(x, src, dst):
-            first = jax.lax.axis_index(layout.batch) * x.shape[1]
-            return x.at[:, jnp.where(dst < R, dst - first, x.shape[1])].set(
-                x[:, jnp.where(src < R, src - first, 0)], mode="drop"
-            )
-
-        b, spec = P(layout.batch), P(None, layout.batch, layout.heads)
-        copy = jax.shard_map(
-            copy, mesh=layout.mesh, in_specs=(spec, b, b), out_specs=spec
+    def fork(slots, request):
+        src, dst, used = request["src"], request["dst"], request["used"]
+        length = slots["prompt_length"][src]
+        k, v = _copy_prompts(
+            (slots["k"], slots["v"]),
+            src,
+            dst,
+            jnp.where(used, -(-length // block), 0),
+            block=block,
+            layout=layout,
         )
-        out = slots | {name: copy(slots[name], src, dst) for name in ("k", "v")}
-        for name in ("length", "hidden", "state", "draw", "limit", "running"):
-            out[name] = slots[name].at[dst].set(slots[name][src], mode="drop")
-        out["sample"] = slots["sample"].at[dst].set(sample, mode="drop")
-        return out
+        hidden = slots["prompt_hidden"][src]
+        new = {
+            "length": length,
+            "hidden": hidden,
+            "state": jnp.full_like(src, stop.start),
+            "running": jnp.ones_like(used),
+            "prompt_hidden": hidden,
+            "prompt_length": length,
+        } | {name: request[name] for name in _IDENTITY}
+        slots = slots | {"k": k, "v": v}
+        return _write(slots, jnp.where(used, dst, R), new), used.sum()
 
-    out = {name: shardings.get(name, by_slot) for name in jax.eval_shape(init)}
+    by_slot, whole = layout.sharding(layout.batch), layout.sharding()
+    cached = layout.sharding(None, layout.batch, layout.heads)
+    out = dict.fromkeys(jax.eval_shape(init), by_slot) | {"k": cached, "v": cached}
+    report = dict.fromkeys(("ids", "logps", "n", "stopped", "cut"), by_slot)
+    report |= {"steps": whole}
     return Programs(
         shapes=shapes,
         layout=layout,
         init=jax.jit(init, out_shardings=out),
-        extend=jax.jit(extend, donate_argnums=1, out_shardings=out),
-        decode=jax.jit(decode, donate_argnums=1, out_shardings=out),
-        fork=jax.jit(fork, donate_argnums=0, out_shardings=out),
+        extend=jax.jit(extend, donate_argnums=1, out_shardings=(out, whole)),
+        decode=jax.jit(decode, donate_argnums=1, out_shardings=(out, report)),
+        fork=jax.jit(fork, donate_argnums=0, out_shardings=(out, whole)),
     )
 
 
-_PER_SLOT = ("length", "state", "limit", "draw", "sample")
+_IDENTITY = ("draw", "sample", "limit")
+_PER_SLOT = (*_IDENTITY, "length", "state", "prompt_length")
+
+
+def _write(slots, rows, new):
+    """The slots with `new` values at `rows`; row R, one too many, writes nowhere."""
+    return slots | {
+        name: slots[name].at[rows].set(x, mode="drop") for name, x in new.items()
+    }
+
+
+def _copy_prompts(cache, src, dst, blocks, *, block, layout):
+    """Copies the first `blocks[e]` key blocks of slot `src[e]` to slot `dst[e]`.
+
+    Only what is there is read, and the cache is written in place.
+    """
+
+    def local(k, v, src, dst, blocks):
+        first = jax.lax.axis_index(layout.batch) * k.shape[1]
+        size = (k.shape[0], 1, k.shape[2], block, k.shape[4])
+
+        def entry(e, cache):
+            def one(i, cache):
+                at = (0, src[e] - first, 0, i * block, 0)
+                to = (0, dst[e] - first, 0, i * block, 0)
+                return tuple(
+                    jax.lax.dynamic_update_slice(
+                        x, jax.lax.dynamic_slice(x, at, size), to
+                    )
+                    for x in cache
+                )
+
+            return jax.lax.fori_loop(0, blocks[e], one, cache)
+
+        return jax.lax.fori_loop(0, src.shape[0], entry, (k, v))
+
+    b, cached = P(layout.batch), P(None, layout.batch, layout.heads)
+    return jax.shard_map(
+        local,
+        mesh=layout.mesh,
+        in_specs=(cached, cached, b, b, b),
+        out_specs=(cached, cached),
+    )(*cache, src, dst, blocks)

@@ -6,6 +6,7 @@ from typing import Any
 
 from lld_jax.agent import Agent, sample
 from lld_jax.questions import Question
+from lld_jax.rollout import Sampling
 from lld_jax.search import Trajectory
 
 MODES = {"greedy": 0.0, "sampled": 1.0}
@@ -30,7 +31,8 @@ def evaluate(
 ) -> tuple[dict[str, float], dict[str, list[Trajectory]]]:
     """Scores every question of every set once in each mode.
 
-    Greedy decoding, and sampling at `rollout.temperature`. The same questions get the
+    Greedy decoding, and sampling at `rollout.temperature`, cut to `eval.top_p` and
+    `eval.top_k`. The same questions get the
     same random numbers whenever they are scored.
 
     Returns:
@@ -47,7 +49,11 @@ def evaluate(
             list(enumerate(questions)),
             group=1,
             seed=agent.config.seed + _SEED_OFFSET,
-            temperature=scale * agent.config.rollout.temperature,
+            sampling=Sampling(
+                temperature=scale * agent.config.rollout.temperature,
+                top_p=agent.config.eval.top_p,
+                top_k=agent.config.eval.top_k,
+            ),
             max_turns=agent.config.eval.max_turns,
             on_progress=on_progress,
         )

@@ -19,6 +19,7 @@ from lld_jax import config as config_lib
 from lld_jax.agent import Agent
 from lld_jax.overrides import clean_argv, workdir_name
 from lld_jax.questions import Question
+from lld_jax.rollout import Sampling
 from lld_jax.workdir import Preempted
 
 _WORKDIR = flags.DEFINE_string(
@@ -77,7 +78,7 @@ def run_ask(agent: Agent, workdir: Path) -> None:
         [(0, question)],
         group=1,
         seed=agent.config.seed,
-        temperature=0.0,
+        sampling=Sampling(temperature=0.0),
         max_turns=agent.config.eval.max_turns,
     )
     for span in traj.spans:

@@ -1,37 +1,34 @@
 """The host loop of a rollout: slots, turns and an environment.
 
 A trajectory takes a slot, alternates decoding with replies of the environment and
-frees the slot when it ends; the next one in the queue takes it at once. A group's
-prompt is computed once and copied to its other samples. Every sampled token is a
-function of (weights, seed, draw, sample, position): slots and order change nothing.
+frees the slot when it ends; the next one in the queue takes it at once. The host reads
+what one decode call sampled while the device runs another, a short one; replies come
+from threads, and whoever waits for one holds up nobody else. A group's prompt is
+computed once and copied. Every sampled token is a function of (weights, seed, draw,
+sample, position): slots, order and delays change nothing.
 """
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import numpy as np
 
+from lld_jax import ask, schedule
 from lld_jax.decoding import Programs
+from lld_jax.environment import Environment, Turn
 from lld_jax.search import (
-    Reply,
     Trajectory,
-    Turn,
     append_action,
     append_observation,
     new_trajectory,
 )
 
-
-class Environment(Protocol):
-    """What trajectories talk to; `search.SearchEnvironment` is one."""
-
-    def start(self, question: str) -> list[int]: ...
-
-    def step(self, turns: Sequence[Turn]) -> list[Reply]: ...
+_COVER = 1  # decode steps that run while the host reads those before them
+_GRACE = 0.005  # seconds that a reply may take and still join the next call
 
 
 @dataclass(frozen=True)
@@ -45,20 +42,26 @@ class Task:
 
 
 @dataclass(frozen=True)
-class _Append:
-    """Tokens that a slot takes before it decodes again; `fresh` starts it over."""
-
-    slot: int
-    ids: list[int]
-    fresh: bool
-
-
-@dataclass(frozen=True)
 class Limits:
-    """`max_turns` search turns (one more generation follows), tokens per action."""
+    """`max_turns` search turns (one more generation follows), tokens per action.
+
+    A turn without a reply after `timeout` seconds ends its trajectory. `budget` may
+    give the next action of a trajectory fewer tokens than `max_action`.
+    """
 
     max_turns: int
     max_action: int
+    timeout: float = 60.0
+    budget: Callable[[Trajectory], int] | None = None
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Temperature (0 is greedy); `top_p` 1 and `top_k` 0 leave nothing out."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
 
 
 def tasks_of(draws: Iterable[tuple[int, Any]], group: int) -> list[Task]:
@@ -70,183 +73,366 @@ def tasks_of(draws: Iterable[tuple[int, Any]], group: int) -> list[Task]:
     ]
 
 
+@dataclass
+class _Slot:
+    """A trajectory in a slot: it takes `append`, then decodes, then waits."""
+
+    index: int  # of its task
+    traj: Trajectory
+    append: list[int]  # what the device has not been given yet
+    ready: int  # decode steps that were over when `append` came
+    taken: int  # the first decode call after it took the slot
+    leader: int | None = None  # the slot whose prompt it copies
+    fresh: bool = True  # the device still holds what was in the slot before
+    since: int | None = None  # the first decode call that it runs in
+    ids: list[int] = field(default_factory=list)  # of its action so far
+    logps: list[float] = field(default_factory=list)
+    began: int | None = None  # decode steps that were over when it took the slot
+    ended: int = 0  # and when its last action stopped
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call under way; `handle` is on the device once it has run."""
+
+    kind: str
+    handle: Any
+    number: int  # of the next decode call, or of this one
+    queued: bool  # trajectories waited for a slot
+
+    def is_over(self) -> bool:
+        return all(x.is_ready() for x in jax.tree.leaves(self.handle))
+
+
+@dataclass
+class _Run:
+    """A rollout under way: the host's side of the slots, and what it waits for."""
+
+    programs: Programs
+    params: Any
+    limits: Limits
+    order: dict[str, Any]  # the part of a decode call's order that does not change
+    asked: ask.Asked
+    queue: deque[tuple[int, Task]]
+    slots: Any  # on the device
+    done: list[_Slot | None]
+    live: dict[int, _Slot] = field(default_factory=dict)
+    holds: dict[int, int] = field(default_factory=dict)  # slot: draw of a whole prompt
+    asking: dict[tuple[int, int], int] = field(default_factory=dict)  # turn: slot
+    prompts: dict[str, list[int]] = field(default_factory=dict)
+    calls: deque[_Call] = field(default_factory=deque)
+    decodes: int = 0  # calls that were made
+    steps: int = 0  # decode steps that were read
+    queued_steps: int | None = None  # those that had somebody in the queue
+    stats: Counter[str] = field(default_factory=Counter)
+    clock: float = field(default_factory=time.perf_counter)  # accounted until here
+
+    @property
+    def shards(self) -> int:
+        return self.programs.layout.size(self.programs.layout.batch)
+
+    def decoding(self) -> bool:
+        return any(slot.since is not None for slot in self.live.values())
+
+
 def rollout(
     programs: Programs,
     params: Any,
     environment: Environment,
     tasks: Sequence[Task],
     limits: Limits,
+    sampling: Sampling,
     *,
     seed: int,
-    temperature: float,
     on_progress: Callable[[int], None] = lambda done: None,
 ) -> tuple[list[Trajectory], dict[str, float]]:
     """Runs every task to its end.
 
     Args:
       params: in the rollout layout and dtype.
-      temperature: 0 is greedy.
       on_progress: called with the number of trajectories that just ended.
 
     Returns:
-      trajectories in the order of `tasks`, unscored, and counters of the run: seconds
-      by phase, tokens decoded and kept, decode steps, occupancy (the share of slots
-      that a decode step moves on).
+      trajectories in the order of `tasks`, unscored, and counters of the run: tokens
+      `decoded` and `kept`, decode `steps`, `occupancy` (the share of slots that hold
+      an unfinished trajectory, while others wait for a slot), `row_use` (the share of
+      the slots that a decode step moves on), and the seconds of the run by what the
+      device did: `seconds_extend`, `seconds_decode`, nothing for want of work
+      (`seconds_host`) or of a reply (`seconds_wait`).
+
+    Raises:
+      ValueError: a prompt or an observation does not fit `rollout.max_tokens`.
+      whatever the environment raises, RetrievalError left out.
     """
-    shapes, S = programs.shapes, programs.shapes.tokens
-    slots = programs.init()
-    queue = deque(enumerate(tasks))
-    live: dict[int, tuple[int, Trajectory]] = {}
-    done: dict[int, Trajectory] = {}
-    prompts: dict[str, list[int]] = {}
-    stats: Counter[str] = Counter()
-    appends: list[_Append] = []
-    held = np.zeros(shapes.slots, int)  # tokens of each slot that are counted
-    while queue or live:
-        began = time.perf_counter()
-        leaders: dict[tuple[int, int], int] = {}  # of (draw, shard)
-        forks: list[tuple[int, int]] = []
-        free = (slot for slot in range(shapes.slots) if slot not in live)
-        for slot in free:
-            if not queue:
-                break
-            index, task = queue.popleft()
-            if task.question not in prompts:
-                prompts[task.question] = environment.start(task.question)
-            prompt = prompts[task.question]
-            if len(prompt) + limits.max_action > S:
-                raise ValueError(
-                    f"rollout.max_tokens={S} cannot hold a prompt of {len(prompt)} "
-                    f"tokens and an action of rollout.max_action={limits.max_action}"
-                )
-            traj = new_trajectory(
-                task.draw, task.sample, task.question, task.golden_answers, prompt
-            )
-            live[slot] = index, traj
-            shard = slot * _shards(programs) // shapes.slots
-            leader = leaders.setdefault((task.draw, shard), slot)
-            if leader == slot:
-                appends.append(_Append(slot, prompt, True))
-            else:
-                forks.append((leader, slot))
-        slots = _extend(programs, params, slots, appends, live, limits)
-        slots = _fork(programs, slots, forks, live)
-        for slot, (_, traj) in live.items():
-            held[slot] = max(held[slot], len(traj.ids))
-        slots = programs.decode(
-            params,
-            slots,
-            limits.max_action,
-            min(shapes.extend_rows, len(live)),
-            np.float32(temperature),
-            np.uint32(seed),
+    run = _Run(
+        programs=programs,
+        params=params,
+        limits=limits,
+        order={
+            "temperature": np.float32(sampling.temperature),
+            "top_p": np.float32(sampling.top_p),
+            "top_k": np.int32(sampling.top_k),
+            "seed": np.uint32(seed),
+        },
+        asked=ask.Asked(environment, limits.timeout),
+        queue=deque(enumerate(tasks)),
+        slots=programs.init(),
+        done=[None] * len(tasks),
+    )
+    while run.queue or run.live:
+        ended = _take_replies(run)
+        if ended:
+            on_progress(ended)
+        _fork(run, _fill(run))
+        _extend(run)
+        _decode(run)
+        _read(run)
+    trajectories = [slot.traj for slot in run.done]
+    return trajectories, _statistics(run)
+
+
+def _take_replies(run: _Run) -> int:
+    """Observations to append, and ends, whose number is returned."""
+    now = time.perf_counter()
+    if run.calls or run.decoding() or any(s.append for s in run.live.values()):
+
+        def wait(got: int) -> bool:
+            """For a reply that is nearly there, while the device has work."""
+            soon = time.perf_counter() - now < _GRACE
+            return soon and bool(run.calls) and not run.calls[-1].is_over()
+
+        came = ask.replies(run.asked, wait)
+    else:
+        run.stats["seconds_host"] += now - run.clock
+        came = ask.replies(run.asked, lambda got: not got)
+        run.clock = time.perf_counter()
+        run.stats["seconds_wait"] += run.clock - now
+    ended = 0
+    for name, reply in came:
+        at = run.asking.pop(name)
+        slot = run.live[at]
+        slot.traj.counters.update(reply.counters)
+        slot.traj.searches.extend(reply.searches)
+        if reply.ids is None:
+            slot.traj.reason = reply.reason
+            run.done[slot.index] = run.live.pop(at)
+            ended += 1
+        else:
+            append_observation(slot.traj, reply.ids)
+            _check_fits(run, slot.traj, "an observation", len(reply.ids))
+            slot.append, slot.ready = list(reply.ids), run.steps
+    return ended
+
+
+def _fill(run: _Run) -> dict[int, int]:
+    """Trajectories take the free slots.
+
+    Returns `{slot: source}`, the slots that copy a prompt which is there already. The
+    others read theirs, or wait for a slot of their group that does.
+    """
+    size = run.programs.shapes.slots // run.shards
+    forks: dict[int, int] = {}
+    for at in range(run.programs.shapes.slots):
+        if at in run.live or not run.queue:
+            continue
+        index, task = run.queue.popleft()
+        if task.question not in run.prompts:
+            prompt = run.asked.environment.start(task.question)
+            run.prompts[task.question] = list(prompt)
+        traj = new_trajectory(
+            task.draw,
+            task.sample,
+            task.question,
+            task.golden_answers,
+            run.prompts[task.question],
         )
-        read = ("running", "length", "ids", "logps")
-        running, length, ids, logps = jax.device_get([slots[name] for name in read])
-        grown = [int(length[slot] - held[slot]) for slot in live]
-        held = np.array(length)
-        stats["decoded"] += sum(grown)
-        stats["steps"] += max(grown)
-        stats["seconds_device"] += time.perf_counter() - began
-
-        began = time.perf_counter()
-        stopped = [slot for slot in live if not running[slot]]
-        turns = []
-        for slot in stopped:
-            traj = live[slot][1]
-            new = slice(len(traj.ids), int(length[slot]))
-            append_action(traj, ids[slot, new].tolist(), logps[slot, new].tolist())
-            turn = sum(span.kind == "action" for span in traj.spans) - 1
-            turns.append(
-                Turn(
-                    question=traj.question,
-                    action_ids=traj.ids[new],
-                    turn=turn,
-                    last=turn >= limits.max_turns,
-                    room=S - len(traj.ids) - limits.max_action,
-                )
-            )
-        appends = []
-        for slot, reply in zip(stopped, environment.step(turns), strict=True):
-            index, traj = live[slot]
-            traj.counters.update(reply.counters)
-            traj.searches.extend(reply.searches)
-            if reply.ids is None:
-                traj.reason = reply.reason
-                done[index] = live.pop(slot)[1]
-                held[slot] = 0
-            else:
-                append_observation(traj, reply.ids)
-                appends.append(_Append(slot, reply.ids, False))
-        on_progress(len(stopped) - len(appends))
-        stats["seconds_environment"] += time.perf_counter() - began
-    stats["kept"] = sum(sum(traj.mask) for traj in done.values())
-    stats["occupancy"] = stats["decoded"] / max(1, stats["steps"] * shapes.slots)
-    return [done[i] for i in range(len(tasks))], dict(stats)
+        _check_fits(run, traj, "a prompt", traj.prompt_length)
+        slot = _Slot(index, traj, list(traj.ids), ready=run.steps, taken=run.decodes)
+        shard = range(at // size * size, at // size * size + size)
+        same = (x for x in (at, *shard) if run.holds.get(x) == task.draw)
+        source = next(same, None)
+        if source is None:
+            reads = (x for x in shard if x not in forks and _reads(run, x, task.draw))
+            slot.leader = next(reads, None)
+        else:
+            forks[at] = source
+        if source != at:
+            run.holds.pop(at, None)
+        run.live[at] = slot
+    return forks
 
 
-def _shards(programs: Programs) -> int:
-    return programs.layout.size(programs.layout.batch)
+def _reads(run: _Run, at: int, draw: int) -> bool:
+    """Whether the slot is about to read the whole prompt of a draw."""
+    slot = run.live.get(at)
+    if slot is None or slot.traj.draw != draw or slot.traj.spans:
+        return False
+    return slot.leader is None and bool(slot.append)
 
 
-def _by_shard(programs: Programs, items: list, slot_of: Callable) -> Iterator[list]:
-    """Batches of (position in the call, item): each shard has its own positions."""
-    shapes, shards = programs.shapes, _shards(programs)
-    room = shapes.extend_rows // shards
-    waiting = [deque() for _ in range(shards)]
-    for item in items:
-        waiting[slot_of(item) * shards // shapes.slots].append(item)
-    while any(waiting):
-        yield [
-            (shard * room + i, queue.popleft())
-            for shard, queue in enumerate(waiting)
-            for i in range(min(room, len(queue)))
-        ]
+def _fork(run: _Run, forks: dict[int, int]) -> None:
+    """Copies prompts, `{slot: source}`; the slots decode from then on."""
+    shapes = run.programs.shapes
+    while forks:
+        entries = schedule.place(shapes, run.shards, forks)
+        runs = {at: _run_of(run, at) for at in entries.values()}
+        request = schedule.fork_request(shapes, run.shards, entries, forks, runs)
+        run.slots, over = run.programs.fork(run.slots, request)
+        _dispatched(run, "extend", over)
+        for at in entries.values():
+            slot = run.live[at]
+            slot.append, slot.fresh, slot.since = [], False, run.decodes
+            run.holds[at] = slot.traj.draw
+        forks = {at: x for at, x in forks.items() if at not in runs}
 
 
-def _extend(programs, params, slots, appends, live, limits):
-    """Appends prompts and observations, long ones in pieces; then the slots run."""
-    shapes = programs.shapes
+def _extend(run: _Run) -> None:
+    """Gives prompts and observations to the device, piece by piece.
+
+    A call costs the same for one slot as for all of its entries, and a slot that waits
+    for a fuller one sits out decode steps. It is made when it is full, when nobody
+    decodes, or once the steps sat out cost more than the empty entries (a row of a
+    decode step costs about as much as four tokens of an extension).
+    """
+    shapes = run.programs.shapes
     E, N = shapes.extend_rows, shapes.extend_tokens
-    first_slot = np.arange(E) * shapes.slots // E  # of the shard that owns an entry
-    shard_size = shapes.slots // _shards(programs)
-    first_slot -= first_slot % shard_size
-    start = 0
-    while appends:
-        for batch in _by_shard(programs, appends, lambda a: a.slot):
-            request = {
-                "rows": first_slot.astype(np.int32),
-                "ids": np.zeros((E, N), np.int32),
-                "n": np.zeros(E, np.int32),
-                "fresh": np.zeros(E, bool),
-                "run": np.zeros(E, bool),
-                "draw": np.zeros(E, np.int32),
-                "sample": np.zeros(E, np.int32),
-                "limit": np.zeros(E, np.int32),
-            }
-            for e, append in batch:
-                traj, piece = live[append.slot][1], append.ids[start : start + N]
-                request["rows"][e] = append.slot
-                request["ids"][e, : len(piece)] = piece
-                request["n"][e] = len(piece)
-                request["fresh"][e] = append.fresh and start == 0
-                request["run"][e] = start + N >= len(append.ids)
-                request["draw"][e], request["sample"][e] = traj.draw, traj.sample
-                request["limit"][e] = len(traj.ids) + limits.max_action
-            slots = programs.extend(params, slots, request)
-        start += N
-        appends = [a for a in appends if len(a.ids) > start]
-    return slots
+    while entries := schedule.place(shapes, run.shards, _waiting(run)):
+        sat_out = sum(run.steps - run.live[at].ready for at in entries.values())
+        if run.decoding() and sat_out < (E - len(entries)) * N // 4:
+            return
+        pieces = {
+            at: schedule.Piece(
+                ids=slot.append[:N],
+                fresh=slot.fresh,
+                last=len(slot.append) <= N,
+                prompt=not slot.traj.spans,
+            )
+            for at, slot in ((at, run.live[at]) for at in entries.values())
+        }
+        runs = {at: _run_of(run, at) for at in pieces}
+        request = schedule.extend_request(shapes, run.shards, entries, pieces, runs)
+        run.slots, over = run.programs.extend(run.params, run.slots, request)
+        _dispatched(run, "extend", over)
+        run.stats["extended"] += sum(len(piece.ids) for piece in pieces.values())
+        run.stats["extend_calls"] += 1
+        for at, piece in pieces.items():
+            slot = run.live[at]
+            slot.append, slot.fresh = slot.append[N:], False
+            if piece.last:
+                slot.since = run.decodes
+            if piece.last and piece.prompt:
+                run.holds[at] = slot.traj.draw
+                followers = [x for x, s in run.live.items() if s.leader == at]
+                _fork(run, {x: at for x in followers if run.live[x].fresh})
 
 
-def _fork(programs, slots, forks, live):
-    """Copies a group's prompt from its first slot to the others of the shard."""
-    if not forks:
-        return slots
-    # Entry r copies into slot r, which keeps every entry on its own shard.
-    R = programs.shapes.slots
-    src, dst = np.full(R, R, np.int32), np.full(R, R, np.int32)
-    sample = np.zeros(R, np.int32)
-    for leader, slot in forks:
-        src[slot], dst[slot], sample[slot] = leader, slot, live[slot][1].sample
-    return programs.fork(slots, src, dst, sample)
+def _waiting(run: _Run) -> list[int]:
+    """Slots with something to append, the one that has waited longest first."""
+    waiting = [
+        at
+        for at, slot in run.live.items()
+        if slot.append and (slot.leader is None or not slot.fresh)
+    ]
+    return sorted(waiting, key=lambda at: (run.live[at].ready, at))
+
+
+def _decode(run: _Run) -> None:
+    """A decode call, and behind it a short one that runs while the host reads it."""
+    if not run.decoding():
+        return
+    shapes = run.programs.shapes
+    wake = max(1, shapes.extend_rows - len(_waiting(run)))
+    for steps, stops in ((shapes.steps, wake), (_COVER, shapes.slots)):
+        order = run.order | {"steps": np.int32(steps), "wake": np.int32(stops)}
+        run.slots, report = run.programs.decode(run.params, run.slots, order)
+        _dispatched(run, "decode", report)
+        run.decodes += 1
+
+
+def _read(run: _Run) -> None:
+    """Reads the calls that were made, the last one left out if slots still decode."""
+    keep = 1 if run.decoding() else 0
+    while len(run.calls) > keep:
+        call = run.calls.popleft()
+        jax.block_until_ready(call.handle)
+        now = time.perf_counter()
+        run.stats[f"seconds_{call.kind}"] += now - run.clock
+        run.clock = now
+        if call.kind == "decode":
+            report = jax.device_get(call.handle)
+            ask.ask(run.asked, _take_sampled(run, call, report))
+            run.steps += int(report["steps"])
+
+
+def _take_sampled(
+    run: _Run, call: _Call, report: dict[str, np.ndarray]
+) -> list[tuple[tuple[int, int], Turn]]:
+    """Appends what a call sampled, and returns the turns of the actions that ended."""
+    if not call.queued and run.queued_steps is None:
+        run.queued_steps = run.steps
+    turns = []
+    for at, slot in run.live.items():
+        if slot.began is None and slot.taken <= call.number:
+            slot.began = run.steps
+        if slot.since is None or slot.since > call.number:
+            continue
+        n, traj = int(report["n"][at]), slot.traj
+        slot.ids += report["ids"][at, :n].tolist()
+        slot.logps += report["logps"][at, :n].tolist()
+        run.stats["decoded"] += n
+        if not report["stopped"][at]:
+            continue
+        append_action(traj, slot.ids, slot.logps)
+        number = sum(span.kind == "action" for span in traj.spans) - 1
+        turn = Turn(
+            question=traj.question,
+            action_ids=slot.ids,
+            turn=number,
+            last=number >= run.limits.max_turns,
+            room=run.programs.shapes.tokens - len(traj.ids) - run.limits.max_action,
+            cut=bool(report["cut"][at]),
+        )
+        slot.ids, slot.logps, slot.since = [], [], None
+        slot.ended = run.steps + n
+        run.asking[slot.index, number] = at
+        turns.append(((slot.index, number), turn))
+    return turns
+
+
+def _dispatched(run: _Run, kind: str, handle: Any) -> None:
+    """Notes a call; the device had nothing to do if its last one is over by now."""
+    now = time.perf_counter()
+    if not run.calls or run.calls[-1].is_over():
+        run.stats["seconds_host"] += now - run.clock
+        run.clock = now
+    run.calls.append(_Call(kind, handle, run.decodes, bool(run.queue)))
+
+
+def _run_of(run: _Run, at: int) -> schedule.Run:
+    traj, most = run.live[at].traj, run.limits.max_action
+    if run.limits.budget:
+        most = min(most, run.limits.budget(traj))
+    return schedule.Run(traj.draw, traj.sample, len(traj.ids) + most)
+
+
+def _check_fits(run: _Run, traj: Trajectory, what: str, tokens: int) -> None:
+    most, action = run.programs.shapes.tokens, run.limits.max_action
+    if not tokens or len(traj.ids) + action > most:
+        raise ValueError(
+            f"{what} of {tokens} tokens in a trajectory of {len(traj.ids)}; legal are "
+            f"1 or more, and an action of rollout.max_action={action} must fit behind "
+            f"it into rollout.max_tokens={most}"
+        )
+
+
+def _statistics(run: _Run) -> dict[str, float]:
+    stats, R = run.stats, run.programs.shapes.slots
+    steps = run.queued_steps or 0
+    held = sum(min(s.ended, steps) - min(s.began or 0, steps) for s in run.done)
+    return dict(stats) | {
+        "kept": sum(sum(slot.traj.mask) for slot in run.done),
+        "steps": run.steps,
+        "row_use": stats["decoded"] / max(1, run.steps * R),
+        # Without a queue, what it was at the start.
+        "occupancy": held / (steps * R) if steps else min(1.0, len(run.done) / R),
+    }

@@ -15,6 +15,7 @@ from lld_jax import agent as agent_lib
 from lld_jax import checkpoint, diagnostics, evaluate, hf, metrics
 from lld_jax.batch import make_batch
 from lld_jax.questions import question_of_draw
+from lld_jax.rollout import Sampling
 from lld_jax.update import loss_config, make_functions
 from lld_jax.workdir import (
     Preempted,
@@ -119,7 +120,7 @@ def train(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
                         [(i, draws[i]) for i in drawn],
                         group=config.rollout.group,
                         seed=config.seed,
-                        temperature=config.rollout.temperature,
+                        sampling=Sampling(config.rollout.temperature),
                         max_turns=config.rollout.max_turns,
                         on_progress=stop.watch(moved),
                     )

@@ -79,6 +79,7 @@ def functions(agent):
 def trajectories(agent, published):
     """A rollout batch of the shared config: 4 draws with 3 samples each."""
     from lld_jax import agent as agent_lib
+    from lld_jax.rollout import Sampling
 
     questions = agent.questions(agent.config.questions.train)
     made, _ = agent_lib.sample(
@@ -87,7 +88,7 @@ def trajectories(agent, published):
         list(enumerate(questions[:4])),
         group=3,
         seed=3,
-        temperature=1.0,
+        sampling=Sampling(),
         max_turns=2,
     )
     return made

@@ -17,6 +17,7 @@ import tiny
 from lld_jax import agent as agent_lib
 from lld_jax import hf, logprobs, model, parallel, update
 from lld_jax.batch import make_batch
+from lld_jax.rollout import Sampling
 
 DATA = Path(__file__).parent / "data"
 make_mesh = parallel.make_mesh
@@ -89,7 +90,7 @@ def one_update(config, made=None):
         list(enumerate(agent.questions(config.questions.train)[:4])),
         group=4,
         seed=1,
-        temperature=1.0,
+        sampling=Sampling(),
         max_turns=2,
     )
     batch, scalars = make_batch(

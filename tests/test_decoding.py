@@ -1,91 +1,12 @@
 """The three programs of a rollout: what is sampled, when slots stop, what is copied."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import serving_device
 
 from lld_jax import decoding
 from lld_jax.stop import stop_table
-
-V, VALID, D = 300, 290, 6  # three blocks of 128, the last one cut
-
-
-@functools.partial(jax.jit, static_argnames="valid_vocab")
-def sample(hidden, head, uniform, temperature, valid_vocab=VALID):
-    return decoding.sample(
-        hidden,
-        head,
-        uniform,
-        temperature,
-        valid_vocab=valid_vocab,
-        layout=serving_device(),
-    )
-
-
-@pytest.fixture(scope="module")
-def logits():
-    rng = np.random.default_rng(0)
-    hidden = rng.normal(size=D).astype(np.float32)
-    head = rng.normal(size=(V, D)).astype(np.float32)
-    head[0] -= 100 * hidden  # probability 0 in float32
-    head[VALID:] += 100 * hidden  # would win if they were allowed
-    return hidden, head
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.5])
-def test_inverse_of_the_cumulative_distribution(logits, temperature):
-    """On a fine grid of uniforms each token gets its share of the grid, in order."""
-    hidden, head = logits
-    n = 4096
-    grid = ((np.arange(n) + 0.5) / n).astype(np.float32)
-    tokens, logps = sample(np.tile(hidden, (n, 1)), head, grid, temperature)
-    x = np.float64(head[:VALID] @ hidden) / temperature
-    p = np.exp(x - x.max())
-    p /= p.sum()
-    assert (np.diff(tokens) >= 0).all()
-    share = np.bincount(tokens, minlength=VALID) / n
-    np.testing.assert_allclose(share, p, atol=1.5 / n)
-    # The very token wherever rounding can't move an edge of the distribution.
-    edges = np.cumsum(p)
-    clear = np.abs(edges[:, None] - grid).min(0) > 1e-5
-    assert clear.mean() > 0.9
-    expected = np.searchsorted(edges, grid, side="right")
-    np.testing.assert_array_equal(np.asarray(tokens)[clear], expected[clear])
-    np.testing.assert_allclose(logps, np.log(p[tokens]), atol=2e-5)
-
-
-def test_the_ends_of_the_unit_interval(logits):
-    hidden, head = logits
-    ends = np.array([0.0, 1e-30, 1 - 2**-24, 1.0], np.float32)
-    tokens, logps = sample(np.tile(hidden, (4, 1)), head, ends, 1.0)
-    assert (1 <= tokens).all() and (tokens < VALID).all()  # id 0 has probability 0
-    assert np.isfinite(logps).all() and (logps > -60).all()
-
-
-def test_greedy_is_the_valid_argmax(logits):
-    hidden, head = logits
-    hiddens = np.random.default_rng(1).normal(size=(50, D)).astype(np.float32)
-    tokens, logps = sample(hiddens, head, np.zeros(50, np.float32), 0.0)
-    x = hiddens @ head[:VALID].T
-    np.testing.assert_array_equal(tokens, x.argmax(1))
-    expected = jax.nn.log_softmax(x)[np.arange(50), x.argmax(1)]
-    np.testing.assert_allclose(logps, expected, atol=2e-5)  # at temperature 1
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_sick_states_still_give_ids_of_the_vocabulary(logits, temperature):
-    """So that a diverged policy ends in the trainer's words, not in an IndexError."""
-    _, head = logits
-    hidden = np.full((3, D), np.nan, np.float32)
-    tokens, _ = sample(hidden, head, np.full(3, 0.5, np.float32), temperature)
-    assert (tokens >= 0).all() and (tokens < VALID).all()
-
-
-# ------------------------------------------------ the programs, on the small agent
 
 
 def request(programs, appends: dict[int, list[int]], **fields):
@@ -95,6 +16,7 @@ def request(programs, appends: dict[int, list[int]], **fields):
     names = {"n": 0, "draw": 0, "sample": 0, "limit": shapes.tokens}
     out = {name: np.full(E, value, np.int32) for name, value in names.items()}
     out |= {name: np.ones(E, bool) for name in ("fresh", "run")}
+    out["prompt"] = out["run"]  # where a test gives no run, its text is a prompt
     out |= {"rows": np.zeros(E, np.int32), "ids": np.zeros((E, N), np.int32)}
     for e, (slot, ids) in enumerate(appends.items()):
         out["rows"][e], out["n"][e] = slot, len(ids)
@@ -104,14 +26,44 @@ def request(programs, appends: dict[int, list[int]], **fields):
     return out
 
 
-def decode(agent, published, slots, steps, wake=100, temperature=1.0, seed=5):
-    return agent.programs.decode(
-        published, slots, steps, wake, np.float32(temperature), np.uint32(seed)
-    )
+def decode(agent, published, slots, steps, wake=100, seed=5):
+    """Slots, and what was sampled by slot: ids and logps of as many calls as it takes.
+
+    `steps` may be more than a call makes; `wake` holds for each call.
+    """
+    most = agent.programs.shapes.steps
+    ids, logps = ([[] for _ in range(agent.programs.shapes.slots)] for _ in range(2))
+    while steps > 0:
+        order = {"steps": min(steps, most), "wake": wake, "top_k": 0}
+        order = {name: np.int32(x) for name, x in order.items()} | {
+            "temperature": np.float32(1),
+            "top_p": np.float32(1),
+            "seed": np.uint32(seed),
+        }
+        slots, report = agent.programs.decode(published, slots, order)
+        report = jax.device_get(report)
+        for slot, n in enumerate(report["n"]):
+            ids[slot] += report["ids"][slot, :n].tolist()
+            logps[slot] += report["logps"][slot, :n].tolist()
+        steps -= most
+        if report["steps"] < order["steps"]:
+            break
+    return slots, ids, logps
 
 
-def sampled(slots, slot: int, start: int) -> list[int]:
-    return np.asarray(slots["ids"])[slot, start : int(slots["length"][slot])].tolist()
+def extend(agent, published, slots, call):
+    return agent.programs.extend(published, slots, call)[0]
+
+
+def fork(agent, slots, copies: dict[int, int], *, limit: int, draw=0, sample=0):
+    """`copies` is `{slot: source}`."""
+    E = agent.programs.shapes.extend_rows
+    call = {"draw": draw, "sample": sample, "limit": limit, "src": 0, "dst": 0}
+    call = {name: np.full(E, value, np.int32) for name, value in call.items()}
+    call["used"] = np.arange(E) < len(copies)
+    call["dst"][: len(copies)] = list(copies)
+    call["src"][: len(copies)] = list(copies.values())
+    return agent.programs.fork(slots, call)[0]
 
 
 @pytest.fixture
@@ -127,12 +79,11 @@ def test_a_slot_stops_on_the_token_that_completes_a_tag(agent, published, prompt
     for pair in zip(range(0, 10, 2), range(1, 10, 2), strict=True):
         appends = {slot: prompts[slot] for slot in pair}
         call = request(programs, appends, draw={s: s for s in pair}, limit=limit)
-        slots = programs.extend(published, slots, call)
-    slots = decode(agent, published, slots, 1000)
+        slots = extend(agent, published, slots, call)
+    slots, ids, _ = decode(agent, published, slots, 1000)
     assert not slots["running"].any()
     by_tag = 0
-    for slot in range(10):
-        action = sampled(slots, slot, len(prompts[slot]))
+    for action in ids[:10]:
         state = table.start
         for token in action[:-1]:
             state = table.next_state[state, token]
@@ -143,73 +94,121 @@ def test_a_slot_stops_on_the_token_that_completes_a_tag(agent, published, prompt
     assert 0 < by_tag < 10  # both ends occur
 
 
+def test_a_report_says_what_happened(agent, published, prompts):
+    """Slot 0 is cut after 3 tokens, slot 4 runs on, slot 7 waits for more prompt."""
+    programs = agent.programs
+    start = {slot: len(prompts[slot]) for slot in (0, 4, 7)}
+    slots = programs.init()
+    for pair in ((0, 4), (7,)):
+        limit = {slot: start[slot] + (3 if slot == 0 else 99) for slot in pair}
+        run = {slot: slot != 7 for slot in pair}
+        appends = {slot: prompts[slot] for slot in pair}
+        call = request(programs, appends, limit=limit, run=run, sample=1)
+        slots = extend(agent, published, slots, call)
+    order = {"steps": np.int32(5), "wake": np.int32(9), "seed": np.uint32(5)}
+    order |= {"temperature": np.float32(1), "top_p": np.float32(1)}
+    before = dict(slots)["length"].tolist()
+    slots, report = programs.decode(published, slots, order | {"top_k": np.int32(0)})
+    assert int(report["steps"]) == 5
+    assert report["n"].tolist() == [3, 0, 0, 0, 5] + [0] * (len(before) - 5)
+    assert np.flatnonzero(report["stopped"]).tolist() == [0]
+    assert np.flatnonzero(report["cut"]).tolist() == [0]
+    grown = np.asarray(slots["length"]) - before
+    assert grown.tolist() == report["n"].tolist()
+    # The next call says nothing of slot 0 any more.
+    slots, report = programs.decode(published, slots, order | {"top_k": np.int32(0)})
+    assert not report["stopped"][0] and report["n"][0] == 0 and report["n"][4] > 0
+
+
 def test_steps_wake_and_what_stands_still(agent, published, prompts):
     """Slot 0 stops after 3 tokens, slot 4 after 9; slot 7 waits for more prompt."""
-    programs = agent.programs
     start = {slot: len(prompts[slot]) for slot in (0, 4, 7)}
 
     def fresh():
         limit = {slot: start[slot] + n for slot, n in ((0, 3), (4, 9), (7, 9))}
-        slots = programs.init()
+        slots = agent.programs.init()
         for pair in ((0, 4), (7,)):
             appends = {slot: prompts[slot] for slot in pair}
             run = {slot: slot != 7 for slot in pair}
-            call = request(programs, appends, limit=limit, run=run, sample=1)
-            slots = programs.extend(published, slots, call)
+            call = request(agent.programs, appends, limit=limit, run=run, sample=1)
+            slots = extend(agent, published, slots, call)
         return slots
 
     def lengths(slots):
         return [int(slots["length"][slot]) - start[slot] for slot in (0, 4, 7)]
 
     assert lengths(fresh()) == [0, 0, 0]
-    whole = decode(agent, published, fresh(), 1000)
+    whole, ids, logps = decode(agent, published, fresh(), 1000)
     assert lengths(whole) == [3, 9, 0] and not whole["running"].any()
-    assert lengths(decode(agent, published, fresh(), 2)) == [2, 2, 0]
-    woken = decode(agent, published, fresh(), 1000, wake=1)
+    assert [len(ids[slot]) for slot in (0, 4, 7)] == [3, 9, 0]
+    assert lengths(decode(agent, published, fresh(), 2)[0]) == [2, 2, 0]
+    woken, _, _ = decode(agent, published, fresh(), 8, wake=1)
     assert lengths(woken) == [3, 3, 0]
     assert np.flatnonzero(woken["running"]).tolist() == [4]
-    # One token at a time gives what one call gives: ids, logps and cache, bit by bit.
+    # One token at a time gives what long calls give: ids, logps, cache, bit by bit.
     single = fresh()
-    for _ in range(9):
-        single = decode(agent, published, single, 1)
+    for step in range(9):
+        single, (token, *_), (logp, *_) = decode(agent, published, single, 1)
+        if step < 3:
+            assert token == ids[0][step : step + 1]
+            assert logp == logps[0][step : step + 1]
     for name in whole:
         np.testing.assert_array_equal(single[name], whole[name], err_msg=name)
 
 
 def test_a_prompt_in_pieces(agent, published, prompts):
     prompt, programs = prompts[0], agent.programs
-    whole = programs.extend(
-        published, programs.init(), request(programs, {3: prompt}, limit=99)
-    )
+    call = request(programs, {3: prompt}, limit=99)
+    whole = extend(agent, published, programs.init(), call)
     slots = programs.init()
     for start in range(0, len(prompt), 16):
         piece, first = prompt[start : start + 16], start == 0
         last = start + 16 >= len(prompt)
-        call = request(programs, {3: piece}, fresh=first, run=last, limit=99)
-        slots = programs.extend(published, slots, call)
+        fields = {"fresh": first, "run": last, "prompt": last, "limit": 99}
+        slots = extend(agent, published, slots, request(programs, {3: piece}, **fields))
     assert int(slots["length"][3]) == len(prompt) and bool(slots["running"][3])
-    np.testing.assert_allclose(slots["hidden"][3], whole["hidden"][3], atol=1e-5)
+    assert int(slots["prompt_length"][3]) == len(prompt)
+    for name in ("hidden", "prompt_hidden"):
+        np.testing.assert_allclose(slots[name][3], whole[name][3], atol=1e-5)
     for name in ("k", "v"):
         np.testing.assert_allclose(slots[name], whole[name], atol=1e-5)
 
 
 def test_fork_is_the_same_as_computing_the_prompt_again(agent, published, prompts):
-    programs = agent.programs
-    R, n = programs.shapes.slots, len(prompts[0])
-    both = request(programs, {2: prompts[0], 6: prompts[0]}, draw=4, limit=n + 8)
-    both["sample"][1] = 2
-    again = programs.extend(published, programs.init(), both)
+    programs, n = agent.programs, len(prompts[0])
+    sample = {2: 0, 6: 2}
+    both = request(
+        programs, dict.fromkeys(sample, prompts[0]), draw=4, limit=n + 8, sample=sample
+    )
+    again = extend(agent, published, programs.init(), both)
     one = request(programs, {2: prompts[0]}, draw=4, limit=n + 8)
-    forked = programs.extend(published, programs.init(), one)
-    src, dst = np.full(R, R, np.int32), np.full(R, R, np.int32)
-    src[6], dst[6] = 2, 6
-    sample = np.zeros(R, np.int32)
-    sample[6] = 2
-    forked = programs.fork(forked, src, dst, sample)
+    forked = extend(agent, published, programs.init(), one)
+    forked = fork(agent, forked, {6: 2}, limit=n + 8, draw=4, sample=2)
     for name in again:
         np.testing.assert_array_equal(forked[name], again[name], err_msg=name)
-    forked = decode(agent, published, forked, 8)
-    assert sampled(forked, 2, n) != sampled(forked, 6, n)  # samples differ
+    _, ids, _ = decode(agent, published, forked, 8)
+    assert ids[2] != ids[6]  # samples differ
+
+
+def test_a_prompt_can_be_copied_long_after_it_was_read(agent, published, prompts):
+    """From a slot that went on, into itself and into one that held something else."""
+    programs, n = agent.programs, len(prompts[0])
+    one = request(programs, {2: prompts[0]}, limit=n + 8)
+    fresh = fork(
+        agent, extend(agent, published, programs.init(), one), {4: 2}, limit=n + 8
+    )
+    _, wanted, wanted_logps = decode(agent, published, fresh, 8)
+    longer = max(prompts, key=len)
+    slots = programs.init()
+    both = request(programs, {2: prompts[0], 4: longer}, limit=n + 30, sample=9, draw=9)
+    slots, *_ = decode(agent, published, extend(agent, published, slots, both), 30)
+    more = request(programs, {2: longer[:9]}, fresh=False, prompt=False, limit=n + 99)
+    slots, *_ = decode(agent, published, extend(agent, published, slots, more), 5)
+    slots = fork(agent, slots, {4: 2, 2: 2}, limit=n + 8)
+    assert np.asarray(slots["length"])[[2, 4]].tolist() == [n, n]
+    _, ids, logps = decode(agent, published, slots, 8)
+    assert ids[2] == ids[4] == wanted[4] and len(ids[2]) > 0
+    assert logps[2] == logps[4] == wanted_logps[4]
 
 
 def test_a_token_depends_on_draw_sample_position_and_seed_alone(
@@ -221,33 +220,20 @@ def test_a_token_depends_on_draw_sample_position_and_seed_alone(
     def run(slots, slot, seed=5, draw=1, sample=1):
         fields = {"draw": draw, "sample": sample, "limit": n + 8}
         call = request(programs, {slot: prompts[0]}, **fields)
-        slots = programs.extend(published, slots, call)
-        slots = decode(agent, published, slots, 8, seed=seed)
-        end = int(slots["length"][slot])
-        return sampled(slots, slot, n), np.asarray(slots["logps"])[slot, n:end], slots
+        slots = extend(agent, published, slots, call)
+        slots, ids, logps = decode(agent, published, slots, 8, seed=seed)
+        return ids[slot], logps[slot], slots
 
     ids, logps, used = run(programs.init(), 0)
-    other = programs.extend(
-        published, used, request(programs, {0: prompts[1], 5: prompts[2]}, draw=8)
-    )
+    both = request(programs, {0: prompts[1], 5: prompts[2]}, draw=8)
+    other = extend(agent, published, used, both)
     again, same_logps, used = run(other, 9)
-    assert again == ids
-    np.testing.assert_array_equal(same_logps, logps)
+    assert again == ids and same_logps == logps
     again, same_logps, used = run(used, 0)  # over the rest of a longer trajectory
-    assert again == ids
-    np.testing.assert_array_equal(same_logps, logps)
+    assert again == ids and same_logps == logps
     assert run(programs.init(), 0, seed=6)[0] != ids
     assert run(programs.init(), 0, draw=2)[0] != ids
     assert run(programs.init(), 0, sample=2)[0] != ids
-
-
-def test_uniforms_are_uniform():
-    draw, sample, position = np.meshgrid(*[np.arange(16)] * 3)
-    flat = [x.ravel().astype(np.int32) for x in (draw, sample, position)]
-    u = np.sort(jax.jit(decoding._uniforms)(np.uint32(1), *flat))
-    assert len(np.unique(u)) > 4090 and 0 <= u[0] and u[-1] < 1
-    gap = np.abs(u - (np.arange(4096) + 0.5) / 4096).max()
-    assert gap < 1.63 / 64  # Kolmogorov-Smirnov at one per cent
 
 
 def test_shapes_that_do_not_divide_are_refused(agent):

@@ -13,8 +13,10 @@ STATS = {
     "decoded": 30,
     "kept": 30,
     "occupancy": 0.6,
-    "seconds_device": 1.5,
-    "seconds_environment": 0.25,
+    "row_use": 0.25,
+    "seconds_extend": 1.5,
+    "seconds_decode": 2.5,
+    "seconds_wait": 0.25,
 }
 
 
@@ -49,10 +51,14 @@ def test_of_rollout():
         "rollout/decoded": 30.0,
         "rollout/kept": 30.0,
         "rollout/occupancy": 0.6,
-        "time/rollout_device": 1.5,
-        "time/rollout_environment": 0.25,
+        "rollout/row_use": 0.25,
+        "time/rollout_extend": 1.5,
+        "time/rollout_decode": 2.5,
+        "time/rollout_host": 0.0,
+        "time/rollout_wait": 0.25,
         "rollout/searches": 0.5,
         "rollout/invalid_actions": 0.5,
+        "rollout/actions_cut": 0.0,
         "rollout/prompts_truncated": 0.0,
         "rollout/observations_truncated": 0.25,
         "rollout/searches_empty": 0.25,
@@ -60,6 +66,8 @@ def test_of_rollout():
         "end/answered": 0.5,
         "end/turns": 0.25,
         "end/context": 0.0,
+        "end/retriever": 0.0,
+        "end/tokens": 0.0,
         "end/invalid": 0.0,
         "end/vanished": 0.25,  # a reason that nobody foresaw still shows
     }

@@ -9,6 +9,7 @@ from lld_jax import agent as agent_lib
 from lld_jax import diagnostics, evaluate
 from lld_jax.questions import Question
 from lld_jax.rewards import exact_match
+from lld_jax.rollout import Sampling
 from lld_jax.search import final_answer
 
 
@@ -96,7 +97,13 @@ def test_a_question_that_is_too_long_is_shortened_and_counted(agent, published):
         for draw, text in enumerate(("Who? " * 99, "Who?"))
     ]
     trajectories, stats = agent_lib.sample(
-        agent, published, asked, group=1, seed=0, temperature=0.0, max_turns=1
+        agent,
+        published,
+        asked,
+        group=1,
+        seed=0,
+        sampling=Sampling(temperature=0.0),
+        max_turns=1,
     )
     assert [t.counters["prompts_truncated"] for t in trajectories] == [1, 0]
     assert trajectories[0].prompt_length <= agent.config.rollout.max_prompt

@@ -38,13 +38,15 @@ FLOORS = {
     "hf": 3,
     "batch": 1,
     "workdir": 1,
-    "rollout": 4,
-    "agent": 5,
-    "evaluate": 6,
-    "update": 6,
-    "report": 6,
-    "train": 7,
-    "main": 8,
+    "ask": 2,
+    "schedule": 4,
+    "rollout": 5,
+    "agent": 6,
+    "evaluate": 7,
+    "update": 7,
+    "report": 7,
+    "train": 8,
+    "main": 9,
 }
 # Libraries that only these modules may import.
 ONLY_IN = {

@@ -15,8 +15,8 @@ import pytest
 from tiny import one_device, serving_device
 
 from lld_jax import decoding, hf, logprobs, model
-from lld_jax.rollout import Limits, Task, rollout
-from lld_jax.search import Reply
+from lld_jax.environment import Reply
+from lld_jax.rollout import Limits, Sampling, Task, rollout
 from lld_jax.stop import stop_table
 
 DATA = Path(__file__).parent / "data"
@@ -211,7 +211,7 @@ class Continue:
         return self.prompts[int(question)]
 
     def step(self, turns):
-        return [Reply(None, "answered") for _ in turns]
+        return enumerate(Reply(None, "answered") for _ in turns)
 
 
 @pytest.mark.parametrize("name", ["a", "b", "a_bf16"])
@@ -234,8 +234,8 @@ def test_greedy_continuation_through_the_cache(golden, name):
         Continue(prompts),
         [Task(i, 0, str(i), ("",)) for i in range(3)],
         Limits(max_turns=0, max_action=20),
+        Sampling(temperature=0.0),
         seed=0,
-        temperature=0.0,
     )
     suffix = "_f32_compute" if name == "a_bf16" else ""
     for traj, wanted in zip(

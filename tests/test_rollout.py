@@ -1,12 +1,19 @@
 """Whole rollouts of the small policy: the sampler and the trainer see the same text."""
 
+import random
+import time
+from dataclasses import dataclass
+from typing import Any
+
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tiny import serving_device
 
 from lld_jax import decoding, metrics
 from lld_jax.batch import pack
-from lld_jax.rollout import Limits, rollout, tasks_of
+from lld_jax.rollout import Limits, Sampling, rollout, tasks_of
 from lld_jax.stop import stop_table
 
 
@@ -16,16 +23,34 @@ def tasks(agent):
     return tasks_of(list(enumerate(questions[:4])), 3)
 
 
-def run(agent, published, tasks, programs=None, temperature=1.0, seed=3):
-    limits = Limits(max_turns=2, max_action=agent.config.rollout.max_action)
+@dataclass
+class Slow:
+    """The agent's environment, with replies that come late and in any order."""
+
+    inner: Any
+    random: random.Random
+    most: float  # seconds
+
+    def start(self, question):
+        return self.inner.start(question)
+
+    def step(self, turns):
+        replies = list(self.inner.step(turns))
+        self.random.shuffle(replies)
+        for reply in replies:
+            time.sleep(self.random.uniform(0, self.most))
+            yield reply
+
+
+def run(agent, published, tasks, programs=None, sampling=None, seed=3, env=None):
     return rollout(
         programs or agent.programs,
         published,
-        agent.environment,
+        env or agent.environment,
         tasks,
-        limits,
+        Limits(max_turns=2, max_action=agent.config.rollout.max_action),
+        sampling or Sampling(),
         seed=seed,
-        temperature=temperature,
     )[0]
 
 
@@ -60,37 +85,49 @@ def test_sampler_logps_are_those_of_the_training_program(
     assert (logps[mask] < 0).all() and logps[mask].std() > 0.5
 
 
-def test_same_bits_in_any_order_and_company(agent, published, tasks, trajectories):
-    """Other slots, leaders and forks: the tokens and their log-probs stay."""
-    order = np.random.default_rng(0).permutation(len(tasks))
-    shuffled = run(agent, published, [tasks[i] for i in order])
-    for traj, i in zip(shuffled, order, strict=True):
+@settings(max_examples=12, deadline=None)
+@given(st.data())
+def test_same_bits_in_any_order_company_and_delay(
+    agent, published, tasks, trajectories, data
+):
+    """Other slots, leaders and copies: the tokens and their log-probs stay."""
+    picked = data.draw(st.lists(st.sampled_from(range(12)), min_size=1, unique=True))
+    rng = random.Random(data.draw(st.integers(0, 99)))
+    env = Slow(agent.environment, rng, data.draw(st.sampled_from([0.0, 0.01])))
+    made = run(agent, published, [tasks[i] for i in picked], env=env)
+    for traj, i in zip(made, picked, strict=True):
         assert (traj.draw, traj.sample) == (tasks[i].draw, tasks[i].sample)
-        assert traj.ids == trajectories[i].ids
+        assert traj.ids == trajectories[i].ids and traj.mask == trajectories[i].mask
         assert traj.sampler_logps == trajectories[i].sampler_logps
-    (alone,) = run(agent, published, tasks[7:8])
-    assert alone.ids == trajectories[7].ids
-    assert alone.sampler_logps == trajectories[7].sampler_logps
+        assert (traj.reason, traj.searches) == (
+            trajectories[i].reason,
+            trajectories[i].searches,
+        )
 
 
 @pytest.mark.parametrize(
-    ("slots", "rows", "tokens", "block"), [(3, 1, 7, 16), (16, 5, 100, 192)]
+    ("slots", "rows", "tokens", "block", "steps"),
+    [(1, 1, 50, 64, 3), (3, 1, 7, 16, 1), (16, 5, 100, 192, 40)],
 )
 def test_same_tokens_for_other_shapes(
-    agent, published, tasks, trajectories, slots, rows, tokens, block
+    agent, published, tasks, trajectories, slots, rows, tokens, block, steps
 ):
+    """And for tasks in another order, and for replies that come late."""
     length = agent.config.rollout.max_tokens
     programs = decoding.make_programs(
         agent.model,
-        decoding.Shapes(slots, length, rows, tokens, block),
+        decoding.Shapes(slots, length, rows, tokens, block, steps),
         stop_table(agent.codec.token_bytes, end_ids=agent.codec.end_ids),
         dtype=agent.dtype,
         valid_vocab=len(agent.codec.token_bytes),
         layout=serving_device(),
     )
-    for traj, other in zip(
-        run(agent, published, tasks, programs), trajectories, strict=True
-    ):
+    rng = random.Random(slots)
+    order = rng.sample(range(len(tasks)), len(tasks))
+    env = Slow(agent.environment, rng, 0.005)
+    made = run(agent, published, [tasks[i] for i in order], programs, env=env)
+    for traj, i in zip(made, order, strict=True):
+        other = trajectories[i]
         assert traj.ids == other.ids and traj.mask == other.mask
         np.testing.assert_allclose(traj.sampler_logps, other.sampler_logps, atol=1e-4)
 
@@ -114,15 +151,16 @@ def test_nothing_compiles_in_a_second_rollout(agent, published, tasks, trajector
     before = agent.programs.compilations()
     assert before == 4  # init, extend, decode, fork
     with metrics.CompileCounter() as compiled:
-        run(agent, published, tasks[:5], temperature=0.0, seed=9)
-        run(agent, published, tasks, temperature=0.7)
+        run(agent, published, tasks[:5], sampling=Sampling(0.0), seed=9)
+        run(agent, published, tasks, sampling=Sampling(1.0, 0.9, 20))
+        run(agent, published, tasks, sampling=Sampling(0.7))
     assert compiled.count == 0
     assert agent.programs.compilations() == before
 
 
 def test_greedy_needs_no_random_numbers(agent, published, tasks):
-    greedy = run(agent, published, tasks, temperature=0.0)
-    again = run(agent, published, tasks, temperature=0.0, seed=77)
+    greedy = run(agent, published, tasks, sampling=Sampling(0.0))
+    again = run(agent, published, tasks, sampling=Sampling(0.0), seed=77)
     assert [t.ids for t in greedy] == [t.ids for t in again]
     for draw in range(4):  # all samples of a draw agree
         assert len({tuple(t.ids) for t in greedy if t.draw == draw}) == 1

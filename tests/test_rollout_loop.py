@@ -4,18 +4,24 @@ The stand-in keeps the text of each slot where the real programs keep keys and v
 so that every test can ask whether slot and trajectory hold the same tokens.
 """
 
+import random
+import threading
+import time
 from collections import Counter, defaultdict
 from types import SimpleNamespace
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lld_jax import decoding, search
+from lld_jax.environment import Reply, SearchEnvironment
 from lld_jax.questions import Question
-from lld_jax.rollout import Limits, Task, rollout, tasks_of
-from lld_jax.search import Passage, Reply, SearchEnvironment
+from lld_jax.rollout import Limits, Sampling, Task, rollout, tasks_of
+from lld_jax.search import Passage, RetrievalError
 from lld_jax.stop import stop_table
 
 # One id a byte, then tokens of several bytes as byte-pair vocabularies have them.
@@ -42,9 +48,11 @@ def tokens(*pieces: str) -> list[int]:
     ]
 
 
-def scripted(actions, *, slots=4, tokens=400, rows=2, new=64, shards=1):
+def scripted(
+    actions, *, slots=4, tokens=400, rows=2, new=64, shards=1, steps=8, slow=0.0
+):
     """Programs that write `actions[draw, sample][turn]` and check how they are used."""
-    shapes = decoding.Shapes(slots, tokens, rows, new)
+    shapes = decoding.Shapes(slots, tokens, rows, new, steps=steps)
     layout = SimpleNamespace(batch=("data",), size=lambda axes: shards)
     log = SimpleNamespace(extends=[], forks=[], decodes=[], texts=defaultdict(list))
 
@@ -55,68 +63,92 @@ def scripted(actions, *, slots=4, tokens=400, rows=2, new=64, shards=1):
         names = ("length", "start", "draw", "sample", "limit", "turn", "state")
         state = {name: np.zeros(slots, np.int32) for name in names}
         return state | {
-            "ids": np.zeros((slots, shapes.positions), np.int32),
-            "logps": np.zeros((slots, shapes.positions), np.float32),
             "running": np.zeros(slots, bool),
             "text": [[] for _ in range(slots)],
+            "prompt": [None] * slots,
         }
+
+    def runs_from_here(state, slot, request, e):
+        state["start"][slot] = state["length"][slot] = len(state["text"][slot])
+        for name in ("draw", "sample", "limit"):
+            state[name][slot] = request[name][e]
+        state["state"][slot] = STOP.start
 
     def extend(params, state, request):
         used = np.flatnonzero(request["n"])
-        assert len(set(request["rows"][used])) == len(used)
+        assert len(set(request["rows"][used])) == len(used) > 0
         for e in range(rows):
             slot, n = request["rows"][e], request["n"][e]
             assert shard_of(slot) == e * shards // rows, "an entry of another shard"
             if not n:
                 continue
+            assert not state["running"][slot], "what is decoding was extended"
             if request["fresh"][e]:
                 state["text"][slot] = []
                 state["turn"][slot] = -1
             state["text"][slot] += request["ids"][e, :n].tolist()
-            state["start"][slot] = state["length"][slot] = len(state["text"][slot])
-            for name in ("draw", "sample", "limit"):
-                state[name][slot] = request[name][e]
+            runs_from_here(state, slot, request, e)
             state["running"][slot] = request["run"][e]
             state["turn"][slot] += request["run"][e]
-            state["state"][slot] = 0
+            if request["prompt"][e]:
+                assert request["run"][e]
+                state["prompt"][slot] = list(state["text"][slot])
         log.extends.append(
             {int(request["rows"][e]): int(request["n"][e]) for e in used}
         )
-        return state
+        return state, jnp.int32(0)
 
-    def decode(params, state, steps, wake, temperature, seed):
-        assert 1 <= wake <= rows and state["running"].any()
-        began, steps_done = np.flatnonzero(state["running"]), 0
-        while steps_done < steps and len(began) - state["running"].sum() < wake:
+    def decode(params, state, order):
+        assert 1 <= order["wake"] and 1 <= order["steps"] <= steps
+        time.sleep(slow)
+        began, taken = state["running"].copy(), 0
+        report = {
+            "ids": np.full((slots, steps), -1),
+            "logps": np.full((slots, steps), np.nan, np.float32),
+            "n": np.zeros(slots, int),
+            "cut": np.zeros(slots, bool),
+        }
+        while taken < order["steps"] and state["running"].any():
+            if (began & ~state["running"]).sum() >= order["wake"]:
+                break
             for slot in np.flatnonzero(state["running"]):
                 script = actions[state["draw"][slot], state["sample"][slot]]
                 at = state["length"][slot]
                 token = script[state["turn"][slot]][at - state["start"][slot]]
                 state["text"][slot].append(token)
-                state["ids"][slot, at], state["logps"][slot, at] = token, -(at + 1) / 64
+                report["ids"][slot, taken] = token
+                report["logps"][slot, taken] = -(at + 1) / 64
+                report["n"][slot] += 1
                 state["length"][slot] = at + 1
                 state["state"][slot] = STOP.next_state[state["state"][slot], token]
-                stopped = state["state"][slot] == STOP.stop
-                stopped |= at + 1 >= state["limit"][slot]
+                by_tag = state["state"][slot] == STOP.stop
+                stopped = by_tag or at + 1 >= state["limit"][slot]
+                report["cut"][slot] = stopped and not by_tag
                 state["running"][slot] = not stopped
-            steps_done += 1
-        log.decodes.append(steps_done)
-        for slot in began:
+            taken += 1
+        log.decodes.append(taken)
+        for slot in np.flatnonzero(began):
             key = int(state["draw"][slot]), int(state["sample"][slot])
             log.texts[key].append(list(state["text"][slot]))
-        return state
+        report |= {"stopped": began & ~state["running"], "steps": np.int32(taken)}
+        return state, jax.tree.map(jnp.asarray, report)
 
-    def fork(state, src, dst, sample):
-        assert len(src) == len(dst) == len(sample) == slots
-        used = np.flatnonzero(dst < slots)
-        for a, b in zip(src[used], dst[used], strict=True):
-            assert shard_of(a) == shard_of(b) and (src[dst >= slots] >= slots).all()
-            state["text"][b] = list(state["text"][a])
-            for name in state.keys() - {"text", "sample", "ids", "logps"}:
-                state[name][b] = state[name][a]
-        state["sample"][dst[used]] = sample[used]
-        log.forks.append([(int(src[i]), int(dst[i])) for i in used])
-        return state
+    def fork(state, request):
+        used = np.flatnonzero(request["used"])
+        before = list(state["prompt"])  # as the real one: lengths of before the call
+        copies = []
+        for e in range(rows):
+            src, dst = int(request["src"][e]), int(request["dst"][e])
+            assert shard_of(src) == shard_of(dst) == e * shards // rows
+            if e not in used:
+                continue
+            assert not state["running"][dst] and before[src] == state["prompt"][src]
+            state["text"][dst], state["turn"][dst] = list(before[src]), 0
+            state["prompt"][dst], state["running"][dst] = list(before[src]), True
+            runs_from_here(state, dst, request, e)
+            copies.append((src, dst))
+        log.forks.append(copies)
+        return state, jnp.int32(0)
 
     return decoding.Programs(shapes, layout, init, extend, decode, fork), log
 
@@ -136,15 +168,17 @@ def tasks(*questions: str, group: int = 1) -> list[Task]:
     return tasks_of(draws, group)
 
 
-def play(programs, tasks, env=None, *, max_turns=2, max_action=30, **settings):
+def play(
+    programs, tasks, env=None, *, max_turns=2, max_action=30, limits=(), **settings
+):
     return rollout(
         programs,
         None,
         env or environment(),
         tasks,
-        Limits(max_turns, max_action),
+        Limits(max_turns, max_action, **dict(limits)),
+        Sampling(),
         seed=0,
-        temperature=1.0,
         **settings,
     )
 
@@ -192,7 +226,8 @@ def test_sampled_ids_are_kept_as_they_were_sampled():
         ([SEARCH, SEARCH, SEARCH], "turns", 0),
         ([SEARCH, ANSWER], "answered", 0),
         ([SEARCH, SEARCH, ANSWER], "answered", 0),
-        ([tokens("no tag") * 9] * 3, "invalid", 3),  # cut by max_action
+        ([tokens("no tag") * 9] * 3, "tokens", 3),  # cut by max_action
+        ([tokens("no tag") * 9] * 2 + [[END]], "invalid", 3),
         ([[END], SEARCH, [END]], "invalid", 2),
         ([tokens("<answer>x</search>."), ANSWER], "answered", 1),
     ],
@@ -210,7 +245,7 @@ def test_reasons_turns_and_the_retry_notice(actions, reason, invalid):
         assert kept == action[: len(kept)] and len(kept) <= 30
         assert len(kept) == 30 or not any(stop) or stop[len(kept) - 1]
     notices = search.decode(traj.ids, TOKEN_BYTES).count(search.RETRY)
-    assert notices == invalid - (reason == "invalid")
+    assert notices == invalid - (reason in ("invalid", "tokens"))
     assert traj.spans[-1].kind == "action"  # nothing follows the last one
 
 
@@ -242,14 +277,14 @@ def test_room_shrinks_the_observation_and_then_ends_the_trajectory():
 
 def test_a_prompt_that_cannot_fit_is_an_error():
     programs, _ = scripted({}, tokens=40)
-    with pytest.raises(ValueError, match="rollout.max_tokens=40 .* prompt of 15 .*=30"):
+    with pytest.raises(ValueError, match="prompt of 15 .*=30 .*rollout.max_tokens=40"):
         play(programs, tasks("who wrote it"))
 
 
 def test_freed_slots_are_taken_at_once():
     """Seven tasks in two slots; a long one does not hold up the others."""
     actions = {(i, 0): [ANSWER] for i in range(7)} | {(0, 0): [SEARCH, SEARCH, ANSWER]}
-    programs, log = scripted(actions, slots=2, rows=1, new=99)
+    programs, log = scripted(actions, slots=2, rows=1, new=99, steps=4)
     done = []
     made, stats = play(
         programs, tasks(*(f"q{i}" for i in range(7))), on_progress=done.append
@@ -258,7 +293,8 @@ def test_freed_slots_are_taken_at_once():
     assert all(t.reason == "answered" for t in made)
     assert sum(done) == 7 and sum(map(len, log.extends)) == 7 + 2
     assert stats["steps"] == sum(log.decodes)
-    assert stats["occupancy"] == stats["decoded"] / (2 * stats["steps"]) > 0.8
+    assert stats["row_use"] == stats["decoded"] / (2 * stats["steps"]) > 0.5
+    assert 0.8 < stats["occupancy"] <= 1
 
 
 def test_a_group_computes_its_prompt_once():
@@ -268,15 +304,25 @@ def test_a_group_computes_its_prompt_once():
     asked = []
     env = SimpleNamespace(
         start=lambda q: asked.append(q) or tokens(q),
-        step=lambda turns: [Reply(None, "answered") for _ in turns],
+        step=lambda turns: enumerate(Reply(None, "answered") for _ in turns),
     )
     made, _ = play(programs, tasks("one", "two", "three", group=4), env)
     assert asked == ["one", "two", "three"]
     # Draw 1 stands in both shards (slots 4, 5 and 6, 7), so it has two leaders.
     assert sorted(slot for call in log.extends for slot in call) == [0, 4, 6, 8]
     copies = [(0, 1), (0, 2), (0, 3), (4, 5), (6, 7), (8, 9), (8, 10), (8, 11)]
-    assert log.forks == [copies]
+    assert sorted(sum(log.forks, [])) == copies
     assert [(t.draw, t.sample) for t in made] == list(actions)
+
+
+def test_a_prompt_outlives_its_trajectory():
+    """Nine samples in two slots: the last ones copy what the first ones left."""
+    actions = {(0, s): [ANSWER, ANSWER] for s in range(9)}
+    programs, log = scripted(actions, slots=2)
+    made, _ = play(programs, tasks("who?", group=9))
+    assert sum(map(len, log.extends)) == 1
+    assert len(sum(log.forks, [])) == 8
+    assert {t.reason for t in made} == {"answered"}
 
 
 def test_long_texts_go_in_pieces():
@@ -292,13 +338,120 @@ def test_long_texts_go_in_pieces():
     assert log.texts[0, 0][-1] == traj.ids
 
 
+# ------------------------------------------------------------ replies that take time
+
+
+class Slow:
+    """An environment whose replies come late and in any order."""
+
+    def __init__(self, seed: int, most: float):
+        self.inner, self.random, self.most = environment(), random.Random(seed), most
+
+    def start(self, question):
+        return self.inner.start(question)
+
+    def step(self, turns):
+        replies = list(self.inner.step(turns))
+        self.random.shuffle(replies)
+        for reply in replies:
+            time.sleep(self.random.uniform(0, self.most))
+            yield reply
+
+
+def test_a_slow_retriever_delays_only_those_who_wait_for_it():
+    """One search hangs until all the other trajectories are over."""
+    actions = {(i, 0): [SEARCH, ANSWER] for i in range(6)}
+    actions[0, 0] = [tokens("<search>slow</search>"), ANSWER]
+    released, done = threading.Event(), []
+
+    class Waits(Retriever):
+        def search(self, queries, k):
+            if "slow" in queries:
+                assert queries == ["slow"] and released.wait(10)
+            return super().search(queries, k)
+
+    def on_progress(ended):
+        done.append(ended)
+        if sum(done) == 5:
+            released.set()
+
+    programs, _ = scripted(actions, slots=2, steps=2)
+    env = SearchEnvironment(CODEC, Waits(), "Q: {question}", 1, 120, 100)
+    made, stats = play(
+        programs, tasks(*(f"q{i}" for i in range(6))), env, on_progress=on_progress
+    )
+    assert released.is_set() and {t.reason for t in made} == {"answered"}
+    assert made[0].searches[0].query == "slow"
+    assert stats["seconds_wait"] > 0
+
+
+def test_a_reply_that_never_comes_ends_its_trajectory():
+    actions = {(i, 0): [SEARCH, ANSWER] for i in range(3)}
+    actions[1, 0] = [tokens("<search>slow</search>"), ANSWER]
+    hang = threading.Event()
+
+    class Hangs(Retriever):
+        def search(self, queries, k):
+            if "slow" in queries:
+                hang.wait()
+            return super().search(queries, k)
+
+    programs, _ = scripted(actions, slots=1)
+    env = SearchEnvironment(CODEC, Hangs(), "Q: {question}", 1, 120, 100)
+    try:
+        made, _ = play(
+            programs, tasks("q0", "q1", "q2"), env, limits={"timeout": 0.2}.items()
+        )
+    finally:
+        hang.set()
+    assert [t.reason for t in made] == ["answered", "retriever", "answered"]
+    assert made[1].counters["retrieval_failed"] == 1
+
+
+def test_errors_of_an_environment():
+    """A RetrievalError ends trajectories; a mistake ends the rollout, in words."""
+    actions = {(0, 0): [SEARCH, ANSWER]}
+
+    def run(step):
+        env = SimpleNamespace(start=lambda q: tokens(q), step=step)
+        return play(scripted(actions)[0], tasks("who?"), env)[0][0]
+
+    def down(turns):
+        raise RetrievalError("no route to host")
+
+    assert run(down).reason == "retriever"
+    with pytest.raises(ZeroDivisionError):
+        run(lambda turns: [(0, 1 / 0)])
+    with pytest.raises(RuntimeError, match=r"no reply to turns \[0\]"):
+        run(lambda turns: [])
+    for ids, problem in (([], "of 0 tokens"), ([1] * 400, "rollout.max_tokens=400")):
+        with pytest.raises(ValueError, match=problem):
+            run(lambda turns, ids=ids: [(0, Reply(ids, None))])
+
+
+def test_a_budget_of_its_own_for_each_action():
+    actions = {(d, s): [tokens("no tag")] * 3 for d in range(2) for s in range(3)}
+    programs, _ = scripted(actions, slots=4)
+
+    def budget(traj):
+        return 1 + traj.sample + sum(span.kind == "action" for span in traj.spans)
+
+    made, _ = play(
+        programs, tasks("a", "b", group=3), limits={"budget": budget}.items()
+    )
+    for traj in made:
+        lengths = [s.end - s.start for s in traj.spans if s.kind == "action"]
+        assert lengths == [1 + traj.sample + turn for turn in range(3)]
+        assert traj.reason == "tokens" and traj.counters["actions_cut"] == 3
+
+
 KINDS = {"search": SEARCH, "answer": ANSWER, "end": [END], "none": tokens("x") * 40}
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.data())
-def test_slots_rows_pieces_and_shards_change_nothing(data):
-    """Any scripts, in any shapes: the trajectories of one slot at a time."""
+def test_slots_rows_pieces_shards_and_delays_change_nothing(data):
+    """Any scripts, shapes and delays: the trajectories of one slot at a time."""
     draws = data.draw(st.integers(1, 4))
     group = data.draw(st.integers(1, 4))
     action = st.sampled_from(list(KINDS.values()))
@@ -306,6 +459,7 @@ def test_slots_rows_pieces_and_shards_change_nothing(data):
     actions = {(d, s): data.draw(three) for d in range(draws) for s in range(group)}
     todo = tasks(*(f"question {d}" for d in range(draws)), group=group)
     expected, _ = play(scripted(actions, slots=1, rows=1, new=400)[0], todo)
+    order = data.draw(st.permutations(range(len(todo))))
     shards = data.draw(st.sampled_from([1, 2, 3]))
     programs, log = scripted(
         actions,
@@ -313,10 +467,15 @@ def test_slots_rows_pieces_and_shards_change_nothing(data):
         rows=shards * data.draw(st.integers(1, 2)),
         new=data.draw(st.integers(5, 90)),
         shards=shards,
+        steps=data.draw(st.integers(1, 30)),
+        slow=data.draw(st.sampled_from([0.0, 0.001])),
     )
-    made, stats = play(programs, todo)
-    assert made == expected
+    env = Slow(data.draw(st.integers(0, 99)), data.draw(st.sampled_from([0.0, 0.003])))
+    made, stats = play(programs, [todo[i] for i in order], env)
+    assert made == [expected[i] for i in order]
     assert stats["decoded"] == stats["kept"] == sum(sum(t.mask) for t in made)
+    assert 0 < stats["row_use"] <= 1 and 0 < stats["occupancy"] <= 1
     for traj in made:
         assert log.texts[traj.draw, traj.sample][-1] == traj.ids
-    assert Counter(t.reason for t in made).keys() <= {"answered", "turns", "invalid"}
+    reasons = Counter(t.reason for t in made).keys()
+    assert reasons <= {"answered", "turns", "invalid", "tokens"}

@@ -11,7 +11,8 @@ import dataclasses
 import random
 from collections.abc import Mapping, Sequence
 
-from lld_jax.search import Codec, SearchEnvironment, Turn
+from lld_jax.environment import SearchEnvironment, Turn
+from lld_jax.search import Codec
 from lld_jax.world import World, WorldQuestion
 
 # Chances of each behaviour by kind of question. `good` relations are the quarter of
@@ -97,7 +98,8 @@ def make(
             ids[i] += action
             masks[i] += [2 if read else 1] * len(action)
             batch.append(Turn(picked[i].question, action, turn, False, 10**6))
-        for i, reply in zip(live, environment.step(batch), strict=True):
+        for at, reply in environment.step(batch):
+            i = live[at]
             if reply.ids is not None:
                 ids[i] += reply.ids
                 masks[i] += [0] * len(reply.ids)
