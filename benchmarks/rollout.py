@@ -1,0 +1,389 @@
+"""Rollouts of lld_jax, transformers and Tunix side by side, on equal scripted work.
+
+    python -m benchmarks.rollout [--quick] [--json=FILE] [--seconds=600]
+        [--works=A,B,C] [--shapes=tiny,0.2b] [--engines=ours,transformers,tunix]
+
+Each measurement is a process of its own, one at a time, on the same two cores. Tunix
+gets a virtual environment of its own, which is made when it is missing. `--quick` takes
+less work and under 10 minutes once that is there.
+"""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import venv
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+
+from benchmarks import models, workloads
+
+ROOT = Path(__file__).parents[1]
+REQUIREMENTS = ROOT / "benchmarks/engines/tunix.txt"
+MODULES = {
+    "ours": "benchmarks.engines.ours",
+    "transformers": "benchmarks.engines.hf_generate",
+    "tunix": "benchmarks.engines.tunix_sampler",
+}
+CORES = 2
+WARM_UP = 1200  # seconds that an engine may take beside its timed run
+# Least ratios of our rate to another engine's, by engine and work.
+FASTER = {"transformers": {"A": 3, "B": 5, "C": 5}, "tunix": {"B": 5}}
+COLUMNS = {
+    "shape": 5,
+    "work": 4,
+    "engine": 12,
+    "trajectories/s": 14,
+    "tokens/s": 8,
+    "wasted steps": 12,
+    "peak GiB": 8,
+    "compilations": 12,
+    "occupancy": 9,
+    "finished": 10,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One work on one shape; `seconds` is where each engine's timed run is cut."""
+
+    shape: str
+    work: str
+    trajectories: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one engine did in one case.
+
+    `result` is the JSON of the engine (see `benchmarks.engines`), or None, and then
+    `error` says why.
+    """
+
+    shape: str
+    work: str
+    engine: str
+    trajectories: int
+    result: dict | None
+    error: str | None = None
+
+
+# ----- arithmetic -----------------------------------------------------------------
+
+
+def rate(result: dict, unit: str) -> float:
+    """'trajectories' (finished ones) or 'tokens' (of actions) per second."""
+    return result[unit] / result["seconds"]
+
+
+def wasted(result: dict) -> float | None:
+    """The share of the decode steps, summed over rows, that gave no token.
+
+    None if the engine could not count its steps.
+    """
+    steps = result["row_steps"]
+    return 1 - result["tokens"] / steps if steps else None
+
+
+def ratio(ours: dict, other: dict) -> tuple[float, str]:
+    """Our rate through another's, and its unit.
+
+    The unit is trajectories, or tokens if one of the two has not finished any.
+    """
+    finished = ours["trajectories"] and other["trajectories"]
+    unit = "trajectories" if finished else "tokens"
+    return rate(ours, unit) / rate(other, unit), unit
+
+
+def ratios(rows: Sequence[Row]) -> dict[tuple[str, str, str], tuple[float, str] | None]:
+    """`ratio` by (shape, work, other engine); None where one of the two failed."""
+    ours = {(r.shape, r.work): r.result for r in rows if r.engine == "ours"}
+    found = {}
+    for row in rows:
+        if row.engine != "ours" and (row.shape, row.work) in ours:
+            mine = ours[row.shape, row.work]
+            ran = mine is not None and row.result is not None
+            key = row.shape, row.work, row.engine
+            found[key] = ratio(mine, row.result) if ran else None
+    return found
+
+
+def _target(name: str, value: float | None, goal: float, better: str) -> dict:
+    sign = 1 if better == "higher" else -1
+    met = value is not None and sign * value >= sign * goal
+    return dict(name=name, value=value, goal=goal, better=better, met=met)
+
+
+def targets(rows: Sequence[Row]) -> list[dict]:
+    """The targets that these rows are about; `value` is None where an engine failed."""
+    found = []
+    for (shape, work, other), measured in ratios(rows).items():
+        goal = FASTER[other].get(work)
+        if goal is not None:
+            value, unit = measured or (None, "trajectories")
+            name = f"{shape} {work}: {unit}/s, ours to {other}"
+            found.append(_target(name, value, goal, "higher"))
+    ours = [row for row in rows if row.engine == "ours"]
+
+    large = [row for row in ours if row.shape == "0.2b"]
+    busy = [row for row in large if row.work == "B"]
+    for name, chosen, measure, combine, goal, better in (
+        ("0.2b B: occupancy of the rows", busy, _occupancy, min, 0.9, "higher"),
+        ("0.2b: share of time that the host costs", large, _host, max, 0.1, "lower"),
+        ("tokens thrown away after a stop", ours, _thrown, sum, 0, "lower"),
+        ("compilations after the warm-up", ours, _compilations, sum, 0, "lower"),
+    ):
+        if chosen:
+            values = [row.result and measure(row.result) for row in chosen]
+            value = None if None in values else combine(values)
+            found.append(_target(name, value, goal, better))
+    return found
+
+
+def _occupancy(result: dict) -> float | None:
+    return result["detail"].get("occupancy")
+
+
+def _host(result: dict) -> float | None:
+    return result["detail"].get("host_exposed")
+
+
+def _thrown(result: dict) -> int | None:
+    decoded, kept = (result["detail"].get(name) for name in ("decoded", "kept"))
+    return None if None in (decoded, kept) else decoded - kept
+
+
+def _compilations(result: dict) -> int:
+    return result["compilations"]
+
+
+# ----- processes ------------------------------------------------------------------
+
+
+def make_environment(folder: Path) -> str | None:
+    """Makes Tunix's virtual environment if it is not there; why not, if that failed."""
+    wanted, installed = REQUIREMENTS.read_text("utf-8"), folder / "installed.txt"
+    if installed.exists() and installed.read_text("utf-8") == wanted:
+        return None
+    print(f"Making {folder} (minutes) ...", file=sys.stderr, flush=True)
+    try:
+        venv.create(folder, with_pip=True, clear=True)
+        pip = [folder / "bin/python", "-m", "pip", "install", "-q", "-r", REQUIREMENTS]
+        done = subprocess.run(pip, capture_output=True, text=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        return f"no virtual environment at {folder}: {error}"
+    if done.returncode:
+        return f"pip could not install {REQUIREMENTS.name}: {done.stderr[-500:]}"
+    installed.write_text(wanted, encoding="utf-8")
+    return None
+
+
+def _failure(done: subprocess.CompletedProcess) -> str:
+    tail = "\n".join(done.stderr.strip().splitlines()[-15:])
+    return f"exit status {done.returncode}\n{tail}"
+
+
+def run_engine(
+    engine: str, python: Path, case: Case, model: Path, work: Path, limit: float
+) -> Row:
+    """One process; `limit` is how many seconds it may take beside its timed run."""
+    row = case.shape, case.work, engine, case.trajectories
+    out = work.with_name(f"{engine}.json")
+    out.unlink(missing_ok=True)
+    command = [python, "-m", MODULES[engine], "--model", model, "--work", work]
+    command += ["--out", out, "--seconds", str(case.seconds)]
+    env = os.environ | {
+        "OMP_NUM_THREADS": str(CORES),
+        "JAX_PLATFORMS": "cpu",
+        "HF_HUB_OFFLINE": "1",
+    }
+    try:
+        done = subprocess.run(
+            command,
+            cwd=ROOT,
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=case.seconds + limit,
+        )
+    except subprocess.TimeoutExpired as error:
+        return Row(*row, None, f"stopped after {error.timeout:.0f} seconds")
+    if done.returncode or not out.exists():
+        return Row(*row, None, _failure(done))
+    return Row(*row, json.loads(out.read_text(encoding="utf-8")))
+
+
+def machine() -> dict:
+    """Processor, the cores that the engines had, and memory."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":")[1].strip() for line in lines if "model name" in line]
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return {
+        "cpu": (names or [platform.processor()])[0],
+        "cores": CORES,
+        "memory_gib": round(memory, 1),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of Python, the packages here, and what Tunix's environment asks for."""
+    packages = "jax", "jaxlib", "flax", "numpy", "torch", "transformers"
+    found = {d.name: d.version for d in metadata.distributions()}
+    kept = {name: found[name] for name in packages if name in found}
+    pins = [p.split("==") for p in REQUIREMENTS.read_text("utf-8").split() if "==" in p]
+    tunix = {f"tunix: {name}": version for name, version in pins}
+    return {"python": platform.python_version()} | kept | tunix
+
+
+# ----- the report -----------------------------------------------------------------
+
+
+def _line(cells: Sequence[object], widths: Sequence[int]) -> str:
+    pairs = zip(cells, widths, strict=True)
+    return "| " + " | ".join(str(cell).ljust(width) for cell, width in pairs) + " |"
+
+
+def _print_head(names: Sequence[str], widths: Sequence[int]) -> None:
+    print(_line(names, widths))
+    print(_line(["-" * width for width in widths], widths), flush=True)
+
+
+def _print_row(row: Row) -> None:
+    first = [row.shape, row.work, row.engine]
+    result = row.result
+    if result is None:
+        cells = first + ["failed"] + ["-"] * (len(COLUMNS) - 4)
+    else:
+        waste, occupancy = wasted(result), _occupancy(result)
+        cells = first + [
+            f"{rate(result, 'trajectories'):.3f}",
+            f"{rate(result, 'tokens'):.1f}",
+            "-" if waste is None else f"{waste:.1%}",
+            f"{result['peak_memory_gib']:.2f}",
+            result["compilations"],
+            "-" if occupancy is None else f"{occupancy:.3f}",
+            f"{result['trajectories']} of {row.trajectories}",
+        ]
+    print(_line(cells, list(COLUMNS.values())), flush=True)
+
+
+def _print_comparison(rows: Sequence[Row], wanted: Sequence[dict]) -> None:
+    widths = 5, 4, 22, 7, 12
+    compared = ratios(rows)
+    if compared:
+        print()
+        _print_head(("shape", "work", "ours to", "ratio", "rates of"), widths)
+    for (shape, work, other), measured in compared.items():
+        value, unit = (f"{measured[0]:.2f}", measured[1]) if measured else ("-", "-")
+        print(_line((shape, work, other, value, unit), widths))
+    widths = max([6, *(len(target["name"]) for target in wanted)]), 8, 8, 3
+    if wanted:
+        print()
+        _print_head(("target", "value", "goal", "met"), widths)
+    for target in wanted:
+        sign = "≥" if target["better"] == "higher" else "≤"
+        value = "-" if target["value"] is None else f"{target['value']:.3g}"
+        met = "yes" if target["met"] else "no"
+        print(_line((target["name"], value, f"{sign} {target['goal']}", met), widths))
+
+
+def plan(
+    shapes: Sequence[str], works: Sequence[str], quick: bool, seconds: float
+) -> list[Case]:
+    """The cases in order; the quick ones are cut after less time still."""
+    cases = [Case(s, w, 64, seconds) for s in shapes for w in works]
+    if not quick:
+        return cases
+    return [
+        Case(c.shape, c.work, *((20, 20.0) if c.shape == "tiny" else (10, 40.0)))
+        for c in cases
+        if c.shape == "tiny" or c.work == "B"
+    ]
+
+
+def main(args: argparse.Namespace) -> int:
+    cases = plan(args.shapes, args.works, args.quick, args.seconds)
+    python = {engine: Path(sys.executable) for engine in args.engines}
+    notes = {}
+    if "tunix" in python:
+        python["tunix"] = args.tunix_venv.absolute() / "bin/python"
+        if note := make_environment(args.tunix_venv.absolute()):
+            notes["tunix"] = f"skipped: {note}"
+    if hasattr(os, "sched_setaffinity"):  # engines inherit it
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])
+    rows: list[Row] = []
+    _print_head(list(COLUMNS), list(COLUMNS.values()))
+    with tempfile.TemporaryDirectory() as scratch:
+        for case in cases:
+            model = models.folder(case.shape, args.models).absolute()
+            vocab = json.loads((model / "config.json").read_text("utf-8"))["vocab_size"]
+            work = Path(scratch) / "work.json"
+            made = workloads.make_work(
+                case.work, vocab=vocab, trajectories=case.trajectories
+            )
+            workloads.save(made, work)
+            for engine in args.engines:
+                if note := notes.get(engine):
+                    row = Row(
+                        case.shape, case.work, engine, case.trajectories, None, note
+                    )
+                else:
+                    limit = WARM_UP / 10 if args.quick else WARM_UP
+                    row = run_engine(engine, python[engine], case, model, work, limit)
+                rows.append(row)
+                _print_row(row)
+    wanted = targets(rows)
+    _print_comparison(rows, wanted)
+    for error in {f"{row.engine}: {row.error}" for row in rows if row.error}:
+        print(f"\n{error}", file=sys.stderr)
+    if args.json:
+        report = {
+            "targets": wanted,
+            "rows": [asdict(row) for row in rows],
+            "quick": args.quick,
+            "machine": machine(),
+            "versions": versions(),
+        }
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    return int(any(row.error for row in rows))
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line; lists are comma-separated."""
+
+    def some_of(legal: Sequence[str]):
+        def read(text: str) -> list[str]:
+            names = text.split(",")
+            if not names or set(names) - set(legal):
+                raise argparse.ArgumentTypeError(
+                    f"{text!r}; legal: some of {','.join(legal)}"
+                )
+            return names
+
+        return read
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="under 10 minutes")
+    parser.add_argument("--json", type=Path, help="write all numbers to this file")
+    for name, legal in (
+        ("works", workloads.NAMES),
+        ("shapes", models.SHAPES),
+        ("engines", tuple(MODULES)),
+    ):
+        parser.add_argument(f"--{name}", type=some_of(legal), default=list(legal))
+    parser.add_argument("--seconds", type=float, default=600.0, help="of a timed run")
+    parser.add_argument("--models", type=Path, default=ROOT / "data/benchmarks")
+    parser.add_argument("--tunix-venv", type=Path, default=ROOT / ".venv-tunix")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main(parse()))
