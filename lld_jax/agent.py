@@ -19,8 +19,9 @@ from lld_jax.rollout import Limits, Sampling, rollout, tasks_of
 from lld_jax.search import Codec, Trajectory, final_answer, load_template
 from lld_jax.stop import stop_table
 
-# Entries of an extend call: a fifth of the slots, since stops come in dribs and drabs.
-_EXTEND_SHARE = 5
+# Tokens of an extend call on each shard: enough to pay for reading the weights once,
+# and few enough that the call is soon full.
+_EXTEND_TOKENS = 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,14 +97,15 @@ def open_agent(config: ConfigDict) -> Agent:
     except (ValueError, FileNotFoundError) as error:  # budget, template, corpus
         raise config_lib.ConfigError(str(error)) from error
     shards = serving.size(serving.batch)
-    share = max(1, limits.slots // shards // _EXTEND_SHARE)
+    piece = min(256, max(limits.max_prompt, limits.max_observation))
+    entries = min(limits.slots // shards, max(1, _EXTEND_TOKENS // piece))
     programs = decoding.make_programs(
         model_config,
         decoding.Shapes(
             slots=limits.slots,
             tokens=limits.max_tokens,
-            extend_rows=shards * share,
-            extend_tokens=min(256, max(limits.max_prompt, limits.max_observation)),
+            extend_rows=shards * entries,
+            extend_tokens=piece,
         ),
         stop_table(codec.token_bytes, end_ids=codec.end_ids),
         dtype=jnp.dtype(config.model.dtype),

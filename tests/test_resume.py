@@ -80,6 +80,8 @@ def test_stopped_by_sigterm_saves_what_is_finished(broken_run):
 def kept(line: dict) -> dict:
     """What does not depend on the clock or on what is compiled already."""
     clocks = ("time/", "tokens_per_s/", "compile/")
+    # How soon replies come decides which decode step a slot takes part in.
+    clocks += ("rollout/occupancy", "rollout/row_use")
     return {name: value for name, value in line.items() if not name.startswith(clocks)}
 
 
