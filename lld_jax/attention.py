@@ -88,8 +88,9 @@ def cache_attention(
       rows_E: the slot of each entry; None when entry e is slot e (decode). Entries
         are grouped by the shard that owns their slot.
       positions_ExN: where each new token stands in its slot; S or more: not written.
-      blocks: how many key blocks of `block` positions to read, a traced scalar. A
-        block beyond a slot's own end changes none of its bits: it adds exact zeros.
+      blocks: how many key blocks of `block` positions (at most S) to read, a traced
+        scalar. A block beyond a slot's own end changes none of its bits: it adds
+        exact zeros.
 
     Returns:
       attention output `[E, N, K, G, H]` and the cache.
@@ -98,7 +99,7 @@ def cache_attention(
     def local(q, k, v, k_cache, v_cache, layer, rows, positions, blocks):
         R, H = k_cache.shape[1], k_cache.shape[-1]
         # Batch axes first, as above; in another order a CPU has no bfloat16 product.
-        q = jnp.swapaxes(q, 1, 2)
+        q = jnp.swapaxes(q * H**-0.5, 1, 2)
         if rows is None:
             at = jnp.arange(R)
         else:
@@ -107,29 +108,39 @@ def cache_attention(
         k_cache = k_cache.at[write].set(k, mode="drop")
         v_cache = v_cache.at[write].set(v, mode="drop")
 
-        def read(cache, i):
-            _, _, K, _, _ = cache.shape
-            piece = jax.lax.dynamic_slice(
-                cache, (layer, 0, 0, i * block, 0), (1, R, K, block, H)
-            )[0]
-            return piece if rows is None else piece[rows]
+        def read(cache, first):
+            """A block of all slots, or of those in `rows` alone: `[., K, block, H]`."""
+            K = cache.shape[2]
+            if rows is None:
+                start, size = (layer, 0, 0, first, 0), (1, R, K, block, H)
+                return jax.lax.dynamic_slice(cache, start, size)[0]
+
+            def one(row):
+                start, size = (layer, row, 0, first, 0), (1, 1, K, block, H)
+                return jax.lax.dynamic_slice(cache, start, size)[0, 0]
+
+            return jax.vmap(one)(rows)
 
         def body(i, carry):
             peak, total, out = carry
+            # The last block may overlap the one before it, which was read already.
+            first = jnp.minimum(i * block, k_cache.shape[3] - block)
+            s = first + jnp.arange(block)
             scores = jnp.einsum(
                 "ekngh,eksh->ekngs",
                 q,
-                read(k_cache, i),
+                read(k_cache, first),
                 preferred_element_type=jnp.float32,
             )
-            s = i * block + jnp.arange(block)
-            seen = (s <= positions[:, :, None])[:, None, :, None]
-            scores = jnp.where(seen, scores * H**-0.5, _MASKED)
+            seen = (s >= i * block) & (s <= positions[:, :, None])
+            seen = seen[:, None, :, None]
+            scores = jnp.where(seen, scores, _MASKED)
+            # Position 0 is seen by all, so the peak is never that of a masked score.
             top = jnp.maximum(peak, scores.max(-1))
             shrink = jnp.exp(peak - top)
-            p = jnp.where(seen, jnp.exp(scores - top[..., None]), 0.0)
+            p = jnp.exp(scores - top[..., None])
             total = total * shrink + p.sum(-1)
-            value = read(v_cache, i)
+            value = read(v_cache, first)
             out = out * shrink[..., None] + jnp.einsum(
                 "ekngs,eksh->ekngh",
                 p.astype(value.dtype),

@@ -33,8 +33,11 @@ class Shapes:
     tokens: int  # positions of a slot, and the length of a training row
     extend_rows: int  # slots extended, or forked, in one call
     extend_tokens: int  # new tokens of each
-    block: int = 64  # key positions read at once
+    block: int = 64  # key positions read at once; an extension reads more
     steps: int = 8  # at most, of one decode call
+    # Rows of narrower decode steps, for when few slots run. A row's last bits depend
+    # on how many there are: with widths, log-probs depend on the time replies take.
+    widths: tuple[int, ...] = ()
 
     @property
     def positions(self) -> int:
@@ -53,11 +56,12 @@ class Programs:
         `fresh` (starts the slot over), `run` (decodes from here on), `prompt` (the
         prompt ends here), `draw`, `sample`, `limit` (the slot's length at which its
         action is cut). `done` is a scalar that is there once the call has run.
-      decode: (params, slots, order) -> slots, report. Order: `steps` (at most
+      decode: (params, slots, order, width) -> slots, report. Order: `steps` (at most
         `shapes.steps`), `wake` (returns once so many have stopped), `temperature`,
-        `top_p`, `top_k`, `seed`. Report: `ids [R, C]`, `logps [R, C]`, `n [R]` (how
-        many of these a slot took), `stopped [R]`, `cut [R]` (stopped by the limit),
-        `steps`.
+        `top_p`, `top_k`, `seed`. Width: `slots`, or one of `widths` that the running
+        slots of every shard fit into. Report: `ids [R, C]`, `logps [R, C]`, `n [R]`
+        (how many of these a slot took), `stopped [R]`, `cut [R]` (stopped by the
+        limit), `steps`.
       fork: (slots, request) -> slots, done. Request, all `[E]`: `src`, `dst` (slots of
         the entry's shard), `used`, `draw`, `sample`, `limit`. `dst` starts over with
         the prompt of `src`, which may be itself, and runs.
@@ -90,13 +94,15 @@ def make_programs(
       ValueError: slots or extended rows do not divide over the shards of the batch.
     """
     shards = layout.size(layout.batch)
-    for name in ("slots", "extend_rows"):
-        if getattr(shapes, name) % shards:
+    sizes = [("slots", shapes.slots), ("extend_rows", shapes.extend_rows)]
+    for name, size in sizes + [("widths", width) for width in shapes.widths]:
+        if size % shards or not 0 < size <= shapes.slots:
             raise ValueError(
-                f"rollout {name}={getattr(shapes, name)}: legal is a multiple of "
-                f"{shards} (mesh.data x mesh.fsdp)"
+                f"rollout {name}={size}: legal is a multiple of {shards} (mesh.data x "
+                f"mesh.fsdp) up to slots={shapes.slots}"
             )
     R, S, block = shapes.slots, shapes.positions, shapes.block
+    long = min(4 * block, S)  # one of 64 is short beside the softmax of many tokens
     kv = (config.layers, R, config.kv_heads, S, config.head_dim)
     table = np.asarray(stop.next_state)
 
@@ -121,8 +127,8 @@ def make_programs(
             jnp.where(t < n[:, None], start[:, None] + t, S),
             (slots["k"], slots["v"]),
             rows_E=rows,
-            blocks=-(-jnp.max(jnp.where(n > 0, start + n, 0)) // block),
-            block=block,
+            blocks=-(-jnp.max(jnp.where(n > 0, start + n, 0)) // long),
+            block=long,
             dtype=dtype,
             layout=layout,
         )
@@ -141,73 +147,77 @@ def make_programs(
         slots = slots | {"k": k, "v": v}
         return _write(slots, jnp.where(n > 0, rows, R), new), n.sum()
 
-    def decode(params, slots, order):
-        began = slots["running"]
-        head = model.head(params)
-        report = {
-            "ids": jnp.zeros((R, shapes.steps), jnp.int32),
-            "logps": jnp.zeros((R, shapes.steps), jnp.float32),
+    def decode(params, slots, order, width):
+        before, was_running = slots["length"], slots["running"]
+        rows = None if width == R else _running_rows(slots["running"], width, shards)
+        names = ("draw", "sample", "limit", "length", "state", "hidden", "running")
+        own = {
+            name: slots[name] if rows is None else slots[name][rows] for name in names
         }
+        began = own["running"].sum()
+        head = model.head(params)
 
         def more(carry):
-            step, slots, _ = carry
-            running = slots["running"].sum()
-            few = began.sum() - running < order["wake"]
+            step, own, *_ = carry
+            running = own["running"].sum()
+            few = began - running < order["wake"]
             return (step < order["steps"]) & (running > 0) & few
 
         def one(carry):
-            step, slots, report = carry
-            running, length = slots["running"], slots["length"]
-            uniform = sampling.uniforms(
-                order["seed"], slots["draw"], slots["sample"], length
-            )
+            step, own, cache, ids, logps = carry
+            running, length = own["running"], own["length"]
             token, logp = sampling.sample(
-                slots["hidden"],
+                own["hidden"],
                 head,
-                uniform,
+                sampling.uniforms(order["seed"], own["draw"], own["sample"], length),
                 order["temperature"],
                 order["top_p"],
                 order["top_k"],
                 valid_vocab=valid_vocab,
                 layout=layout,
             )
-            state = jnp.asarray(table)[slots["state"], token].astype(jnp.int32)
-            hidden, (k, v) = model.cached_hidden_states(
+            state = jnp.asarray(table)[own["state"], token].astype(jnp.int32)
+            hidden, cache = model.cached_hidden_states(
                 config,
                 params,
                 token[:, None],
                 jnp.where(running, length, S)[:, None],
-                (slots["k"], slots["v"]),
-                rows_E=None,
+                cache,
+                rows_E=rows,
                 blocks=jnp.max(jnp.where(running, length, 0)) // block + 1,
                 block=block,
                 dtype=dtype,
                 layout=layout,
             )
             length = jnp.where(running, length + 1, length)
-            stopped = (state == stop.stop) | (length >= slots["limit"])
-            slots = slots | {
-                "k": k,
-                "v": v,
-                "hidden": jnp.where(running[:, None], hidden[:, 0], slots["hidden"]),
-                "state": jnp.where(running, state, slots["state"]),
+            stopped = (state == stop.stop) | (length >= own["limit"])
+            own = own | {
+                "hidden": jnp.where(running[:, None], hidden[:, 0], own["hidden"]),
+                "state": jnp.where(running, state, own["state"]),
                 "length": length,
                 "running": running & ~stopped,
             }
-            report = {
-                "ids": report["ids"].at[:, step].set(token),
-                "logps": report["logps"].at[:, step].set(logp),
-            }
-            return step + 1, slots, report
+            ids, logps = ids.at[:, step].set(token), logps.at[:, step].set(logp)
+            return step + 1, own, cache, ids, logps
 
-        before = slots["length"]
-        steps, slots, report = jax.lax.while_loop(more, one, (0, slots, report))
-        stopped = began & ~slots["running"]
+        sampled = jnp.zeros((width, shapes.steps))
+        start = (0, own, (slots["k"], slots["v"]), sampled.astype(jnp.int32), sampled)
+        step, own, (k, v), ids, logps = jax.lax.while_loop(more, one, start)
+        slots, report = slots | {"k": k, "v": v}, {"ids": ids, "logps": logps}
+        if rows is None:
+            slots |= own
+        else:
+            slots = _write(slots, rows, own)
+            whole = {
+                k: jnp.zeros((R, *x.shape[1:]), x.dtype) for k, x in report.items()
+            }
+            report = _write(whole, rows, report)
+        stopped = was_running & ~slots["running"]
         return slots, report | {
             "n": slots["length"] - before,
             "stopped": stopped,
             "cut": stopped & (slots["state"] != stop.stop),
-            "steps": steps,
+            "steps": step,
         }
 
     def fork(slots, request):
@@ -243,13 +253,22 @@ def make_programs(
         layout=layout,
         init=jax.jit(init, out_shardings=out),
         extend=jax.jit(extend, donate_argnums=1, out_shardings=(out, whole)),
-        decode=jax.jit(decode, donate_argnums=1, out_shardings=(out, report)),
+        decode=jax.jit(
+            decode, static_argnums=3, donate_argnums=1, out_shardings=(out, report)
+        ),
         fork=jax.jit(fork, donate_argnums=0, out_shardings=(out, whole)),
     )
 
 
 _IDENTITY = ("draw", "sample", "limit")
 _PER_SLOT = (*_IDENTITY, "length", "state", "prompt_length")
+
+
+def _running_rows(running, width, shards):
+    """`[width]`: the running slots of each shard, and others to fill its entries."""
+    by_shard = running.reshape(shards, -1)
+    first = jnp.argsort(~by_shard, axis=1)[:, : width // shards]
+    return (first + jnp.arange(shards)[:, None] * by_shard.shape[1]).reshape(-1)
 
 
 def _write(slots, rows, new):

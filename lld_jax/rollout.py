@@ -179,6 +179,10 @@ def rollout(
         slots=programs.init(),
         done=[None] * len(tasks),
     )
+    # Every width is compiled by now, whenever it comes to be used.
+    idle = run.order | {"steps": np.int32(0), "wake": np.int32(1)}
+    for width in (programs.shapes.slots, *programs.shapes.widths):
+        run.slots, _ = programs.decode(params, run.slots, idle, width)
     while run.queue or run.live:
         ended = _take_replies(run)
         if ended:
@@ -344,9 +348,20 @@ def _decode(run: _Run) -> None:
     wake = max(1, shapes.extend_rows - len(_waiting(run)))
     for steps, stops in ((shapes.steps, wake), (_COVER, shapes.slots)):
         order = run.order | {"steps": np.int32(steps), "wake": np.int32(stops)}
-        run.slots, report = run.programs.decode(run.params, run.slots, order)
+        args = run.params, run.slots, order, _width(run)
+        run.slots, report = run.programs.decode(*args)
         _dispatched(run, "decode", report)
         run.decodes += 1
+
+
+def _width(run: _Run) -> int:
+    """Rows of a decode step that have room for the slots that may run."""
+    R = run.programs.shapes.slots
+    counts = Counter(
+        at * run.shards // R for at, slot in run.live.items() if slot.since is not None
+    )
+    needed = max(counts.values(), default=1) * run.shards
+    return min(w for w in (R, *run.programs.shapes.widths) if w >= needed)
 
 
 def _read(run: _Run) -> None:

@@ -40,7 +40,9 @@ def decode(agent, published, slots, steps, wake=100, seed=5):
             "top_p": np.float32(1),
             "seed": np.uint32(seed),
         }
-        slots, report = agent.programs.decode(published, slots, order)
+        slots, report = agent.programs.decode(
+            published, slots, order, agent.programs.shapes.slots
+        )
         report = jax.device_get(report)
         for slot, n in enumerate(report["n"]):
             ids[slot] += report["ids"][slot, :n].tolist()
@@ -107,8 +109,9 @@ def test_a_report_says_what_happened(agent, published, prompts):
         slots = extend(agent, published, slots, call)
     order = {"steps": np.int32(5), "wake": np.int32(9), "seed": np.uint32(5)}
     order |= {"temperature": np.float32(1), "top_p": np.float32(1)}
-    before = dict(slots)["length"].tolist()
-    slots, report = programs.decode(published, slots, order | {"top_k": np.int32(0)})
+    order |= {"top_k": np.int32(0)}
+    R, before = programs.shapes.slots, slots["length"].tolist()
+    slots, report = programs.decode(published, slots, order, R)
     assert int(report["steps"]) == 5
     assert report["n"].tolist() == [3, 0, 0, 0, 5] + [0] * (len(before) - 5)
     assert np.flatnonzero(report["stopped"]).tolist() == [0]
@@ -116,7 +119,7 @@ def test_a_report_says_what_happened(agent, published, prompts):
     grown = np.asarray(slots["length"]) - before
     assert grown.tolist() == report["n"].tolist()
     # The next call says nothing of slot 0 any more.
-    slots, report = programs.decode(published, slots, order | {"top_k": np.int32(0)})
+    slots, report = programs.decode(published, slots, order, R)
     assert not report["stopped"][0] and report["n"][0] == 0 and report["n"][4] > 0
 
 

@@ -106,17 +106,22 @@ def test_same_bits_in_any_order_company_and_delay(
 
 
 @pytest.mark.parametrize(
-    ("slots", "rows", "tokens", "block", "steps"),
-    [(1, 1, 50, 64, 3), (3, 1, 7, 16, 1), (16, 5, 100, 192, 40)],
+    ("slots", "rows", "tokens", "block", "steps", "widths"),
+    [
+        (1, 1, 50, 64, 3, ()),
+        (3, 1, 7, 16, 1, ()),
+        (16, 5, 100, 192, 40, ()),
+        (12, 2, 64, 64, 8, (1, 3, 6)),
+    ],
 )
 def test_same_tokens_for_other_shapes(
-    agent, published, tasks, trajectories, slots, rows, tokens, block, steps
+    agent, published, tasks, trajectories, slots, rows, tokens, block, steps, widths
 ):
     """And for tasks in another order, and for replies that come late."""
     length = agent.config.rollout.max_tokens
     programs = decoding.make_programs(
         agent.model,
-        decoding.Shapes(slots, length, rows, tokens, block, steps),
+        decoding.Shapes(slots, length, rows, tokens, block, steps, widths),
         stop_table(agent.codec.token_bytes, end_ids=agent.codec.end_ids),
         dtype=agent.dtype,
         valid_vocab=len(agent.codec.token_bytes),

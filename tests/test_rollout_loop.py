@@ -49,10 +49,19 @@ def tokens(*pieces: str) -> list[int]:
 
 
 def scripted(
-    actions, *, slots=4, tokens=400, rows=2, new=64, shards=1, steps=8, slow=0.0
+    actions,
+    *,
+    slots=4,
+    tokens=400,
+    rows=2,
+    new=64,
+    shards=1,
+    steps=8,
+    slow=0.0,
+    widths=(),
 ):
     """Programs that write `actions[draw, sample][turn]` and check how they are used."""
-    shapes = decoding.Shapes(slots, tokens, rows, new, steps=steps)
+    shapes = decoding.Shapes(slots, tokens, rows, new, steps=steps, widths=widths)
     layout = SimpleNamespace(batch=("data",), size=lambda axes: shards)
     log = SimpleNamespace(extends=[], forks=[], decodes=[], texts=defaultdict(list))
 
@@ -98,7 +107,11 @@ def scripted(
         )
         return state, jnp.int32(0)
 
-    def decode(params, state, order):
+    def decode(params, state, order, width):
+        by_shard = state["running"].reshape(shards, -1).sum(1)
+        assert by_shard.max() * shards <= width in (slots, *widths)
+        if not order["steps"]:  # compiles a width
+            return state, None
         assert 1 <= order["wake"] and 1 <= order["steps"] <= steps
         time.sleep(slow)
         began, taken = state["running"].copy(), 0
@@ -469,6 +482,7 @@ def test_slots_rows_pieces_shards_and_delays_change_nothing(data):
         shards=shards,
         steps=data.draw(st.integers(1, 30)),
         slow=data.draw(st.sampled_from([0.0, 0.001])),
+        widths=data.draw(st.sampled_from([(), (shards,)])),
     )
     env = Slow(data.draw(st.integers(0, 99)), data.draw(st.sampled_from([0.0, 0.003])))
     made, stats = play(programs, [todo[i] for i in order], env)

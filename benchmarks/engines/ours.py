@@ -1,0 +1,167 @@
+"""Rollouts with lld_jax's own engine.
+
+    python -m benchmarks.engines.ours --model DIR --work FILE --out FILE
+
+Slots with continuous batching; a conversation is never read twice. The stop automaton
+looks for nothing here: an action ends at the budget that its script gives it.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import workloads
+from benchmarks.workloads import Script, Work
+from lld_jax import decoding, hf, model, parallel
+from lld_jax.environment import Reply, Turn
+from lld_jax.host import keep_freed_memory, peak_memory_gib
+from lld_jax.metrics import CompileCounter
+from lld_jax.rollout import Limits, Sampling, Task, rollout
+from lld_jax.search import Trajectory
+from lld_jax.stop import StopTable
+
+SLOTS, EXTEND_ROWS, EXTEND_TOKENS = 32, 4, 128
+WIDTHS = (16, 8, 4)
+
+
+class Late(Exception):
+    """The time is over."""
+
+
+@dataclass
+class Scripted:
+    """The environment of a work: a task's question is the number of its script."""
+
+    work: Work
+    vocab: int
+    deadline: float
+    tokens: int = 0  # of the actions that ended
+    finished: int = 0
+
+    def start(self, question: str) -> list[int]:
+        return self.work.scripts[int(question)].prompt
+
+    def step(self, turns: Sequence[Turn]) -> Iterator[tuple[int, Reply]]:
+        asking = []
+        for i, turn in enumerate(turns):
+            script = self.work.scripts[int(turn.question)]
+            assert len(turn.action_ids) == script.actions[turn.turn]
+            self.tokens += len(turn.action_ids)
+            if turn.turn + 1 == len(script.actions):
+                yield i, Reply(None, "answered")
+            else:
+                asking.append((i, script, turn.turn))
+        if asking:
+            time.sleep(self.work.latency)
+        for i, script, turn in asking:
+            yield i, Reply(workloads.observation_ids(script, turn, self.vocab), None)
+
+    def on_progress(self, ended: int) -> None:
+        self.finished += ended
+        if time.monotonic() > self.deadline:
+            raise Late
+
+    def budget(self, traj: Trajectory) -> int:
+        actions = sum(span.kind == "action" for span in traj.spans)
+        return self.work.scripts[int(traj.question)].actions[actions]
+
+
+def length_of(scripts: Sequence[Script]) -> tuple[int, int]:
+    """Positions of a slot, and tokens of an action, that hold every script."""
+    action = max(max(script.actions) for script in scripts)
+    return max(script.length for script in scripts) + action, action
+
+
+def main(argv: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--rows", type=int, default=SLOTS, help="slots")
+    parser.add_argument("--extend-rows", type=int, default=EXTEND_ROWS)
+    parser.add_argument("--extend-tokens", type=int, default=EXTEND_TOKENS)
+    parser.add_argument(
+        "--widths", type=int, nargs="*", help="rows of narrower decode steps"
+    )
+    parser.add_argument("--steps", type=int, default=decoding.Shapes.steps)
+    args = parser.parse_args(argv)
+
+    keep_freed_memory()
+    work = workloads.load(args.work)
+    config = hf.read_config(args.model)
+    layout = parallel.rollout_layout(parallel.make_mesh(1, 1, 1))
+    abstract = model.abstract_params(config, layout)
+    params = hf.load(args.model, config, parallel.param_shardings(abstract, layout))
+    tokens, action = length_of(work.scripts)
+    programs = decoding.make_programs(
+        config,
+        decoding.Shapes(
+            min(args.rows, len(work.scripts)),
+            tokens,
+            args.extend_rows,
+            args.extend_tokens,
+            steps=args.steps,
+            widths=WIDTHS if args.widths is None else tuple(args.widths),
+        ),
+        StopTable(np.zeros((2, config.vocab), np.int8), start=0, stop=1),
+        dtype=jnp.float32,
+        valid_vocab=config.vocab,
+        layout=layout,
+    )
+
+    def run(tasks: int, seconds: float) -> tuple[Scripted, dict[str, float]]:
+        env = Scripted(work, config.vocab, time.monotonic() + seconds)
+        limits = Limits(max_turns=1000, max_action=action, budget=env.budget)
+        scripts = list(enumerate(work.scripts))[:tasks]
+        todo = [Task(s.draw, s.sample, str(i), ()) for i, s in scripts]
+        try:
+            _, stats = rollout(
+                programs,
+                params,
+                env,
+                todo,
+                limits,
+                Sampling(),
+                seed=0,
+                on_progress=env.on_progress,
+            )
+        except Late:
+            stats = {}
+        return env, stats
+
+    run(2, args.seconds)
+    with CompileCounter() as compiled:
+        began = time.perf_counter()
+        env, stats = run(len(work.scripts), args.seconds)
+        seconds = time.perf_counter() - began
+    rows = programs.shapes.slots
+    detail = dict(stats)
+    if stats:
+        detail["host_exposed"] = stats.get("seconds_host", 0.0) / seconds
+        # The last token of an action is kept like every other one.
+        assert stats["kept"] == env.tokens
+    result = {
+        "engine": "ours",
+        "trajectories": env.finished,
+        "tokens": env.tokens,
+        "seconds": seconds,
+        "row_steps": int(stats.get("steps", 0)) * rows,
+        "compilations": compiled.count,
+        "peak_memory_gib": peak_memory_gib(),
+        "complete": bool(stats),
+        "detail": detail | {"rows": rows, "devices": jax.device_count()},
+    }
+    args.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
