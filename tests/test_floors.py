@@ -32,6 +32,7 @@ FLOORS = {
     "datasets": 1,
     "model": 2,
     "retrieval": 2,
+    "sampling": 2,
     "calculator": 2,
     "checkpoint": 2,
     "decoding": 3,
