@@ -55,6 +55,7 @@ def local_logits(
     *,
     temperature: float | jax.Array,
     valid_vocab: int,
+    vocab_first: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Inside a shard_map: this device's logits, float32, and its first vocabulary id.
 
@@ -62,14 +63,18 @@ def local_logits(
       hidden: `[..., D]`; head: `[V_local, D]`; axes: mesh axes that split V.
 
     Returns:
-      logits / temperature `[..., V_local]`, ids >= valid_vocab excluded, and the
-      offset of column 0.
+      logits / temperature `[..., V_local]` (`[V_local, ...]` if `vocab_first`), ids >=
+      valid_vocab excluded, and the offset of the first.
     """
     offset = jax.lax.axis_index(axes) * head.shape[0]
-    logits = jnp.einsum(
-        "...d,vd->...v", hidden, head, preferred_element_type=jnp.float32
-    )
+    if vocab_first:
+        operands, order = (head, hidden), "vd,...d->v..."
+    else:
+        operands, order = (hidden, head), "...d,vd->...v"
+    logits = jnp.einsum(order, *operands, preferred_element_type=jnp.float32)
     valid = offset + jnp.arange(head.shape[0]) < valid_vocab
+    if vocab_first:
+        valid = valid.reshape(-1, *[1] * (hidden.ndim - 1))
     return jnp.where(valid, logits / temperature, _EXCLUDED), offset
 
 
