@@ -243,21 +243,49 @@ def test_the_ends_of_the_unit_interval(logits, top_p, top_k, valid_vocab):
         np.testing.assert_allclose(logp, np.log(p[token]), atol=2e-5)
 
 
+def test_neighbouring_float32_are_told_apart():
+    """The k likeliest of logits that differ in their last bit, on both sides of 0."""
+    rng = np.random.default_rng(0)
+    for start in (np.float32(1.5), np.float32(-3)):
+        steps = rng.permutation(VALID).astype(np.int32)
+        row = (np.full(VALID, start).view(np.int32) + steps).view(np.float32)
+        logits = np.pad(np.tile(row, (D, 1)), ((0, 0), (0, V - VALID)))
+        for k in (1, 5, 100):
+            _, tokens, logps = on_a_grid(logits, 1.0, 1.0, k)
+            assert set(tokens[0]) == set(np.argsort(-row)[:k])
+            np.testing.assert_allclose(logps, -np.log(k), atol=1e-4)
+
+
+def test_weights_of_zero_are_not_found():
+    """Though a parallel cumulative sum can grow there, by rounding."""
+    rng = np.random.default_rng(0)
+    weights = np.float32(rng.random((500, 1187)) * (rng.random((500, 1187)) < 0.3))
+    ends = np.asarray(jax.jit(lambda x: jnp.cumsum(x, -1))(weights))
+    rows, at = np.nonzero((weights[:, 1:] == 0) & (ends[:, 1:] > ends[:, :-1]))
+    n, _ = jax.jit(sampling._find)(weights[rows], ends[rows, at])
+    assert (weights[rows, n] > 0).all()
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize(("top_p", "top_k"), TRUNCATIONS)
 def test_sick_states_still_give_ids_of_the_vocabulary(
     logits, temperature, top_p, top_k
 ):
     """So that a diverged policy ends in the trainer's words, not in an IndexError."""
+    scalars = (temperature, top_p, top_k)
     hidden = np.tile(np.eye(D), (2, 1))
-    well = sample(hidden, logits.T, 0.5, temperature, top_p, top_k)
+    well = sample(hidden, logits.T, 0.5, *scalars)
     hidden[[1, 4]] = np.nan
-    tokens, logps = sample(hidden, logits.T, 0.5, temperature, top_p, top_k)
+    tokens, logps = sample(hidden, logits.T, 0.5, *scalars)
     assert (tokens >= 0).all() and (tokens < VALID).all()
     assert np.isnan(logps[[1, 4]]).all()
     rest = np.delete(np.arange(2 * D), [1, 4])
     np.testing.assert_array_equal(tokens[rest], well[0][rest])
     np.testing.assert_array_equal(logps[rest], well[1][rest])
+    # Nothing left of the valid ids: not one of the others, either.
+    nothing = np.where(np.arange(D) == 1, np.float32(-np.inf), logits.T)
+    tokens, _ = sample(np.eye(D)[[1]], nothing, 0.5, *scalars)
+    assert 0 <= tokens[0] < VALID
 
 
 # ------------------------------------------------------------------ split vocabulary
