@@ -77,55 +77,59 @@ def cache_attention(
     *,
     rows_E: jax.Array | None,
     positions_ExN: jax.Array,
-    blocks: jax.Array,
-    block: int,
+    end: jax.Array,
+    at_once: int,
     layout: Layout,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """Writes new keys and values into the cache, then attends to what it holds.
 
     Args:
-      cache: keys and values, each `[L, R, K, S, H]`; layer: which L.
+      cache: keys and values, each `[L, C, R, K, S, H]`: C blocks of S positions, so
+        that what a step reads of a layer lies together; layer: which L.
       rows_E: the slot of each entry; None when entry e is slot e (decode). Entries
         are grouped by the shard that owns their slot.
-      positions_ExN: where each new token stands in its slot; S or more: not written.
-      blocks: how many key blocks of `block` positions (at most S) to read, a traced
-        scalar. A block beyond a slot's own end changes none of its bits: it adds
-        exact zeros.
+      positions_ExN: where each new token stands in its slot; C S or more: not written.
+      end: how many positions must be read, a traced scalar. Positions beyond a slot's
+        own end change none of its bits: they add exact zeros.
+      at_once: blocks under one softmax, at most C.
 
     Returns:
       attention output `[E, N, K, G, H]` and the cache.
     """
 
-    def local(q, k, v, k_cache, v_cache, layer, rows, positions, blocks):
-        R, H = k_cache.shape[1], k_cache.shape[-1]
+    def local(q, k, v, k_cache, v_cache, layer, rows, positions, end):
+        _, C, R, K, S, H = k_cache.shape
+        block = at_once * S
         # Batch axes first, as above; in another order a CPU has no bfloat16 product.
         q = jnp.swapaxes(q * H**-0.5, 1, 2)
         if rows is None:
             at = jnp.arange(R)
         else:
             at = rows = rows - jax.lax.axis_index(layout.batch) * R
-        write = (layer, at[:, None], slice(None), positions)
+        write = (layer, positions // S, at[:, None], slice(None), positions % S)
         k_cache = k_cache.at[write].set(k, mode="drop")
         v_cache = v_cache.at[write].set(v, mode="drop")
 
         def read(cache, first):
-            """A block of all slots, or of those in `rows` alone: `[., K, block, H]`."""
-            K = cache.shape[2]
+            """Of all slots, or of those in `rows` alone: `[., K, at_once S, H]`."""
+
+            def some(row, number):
+                start, size = (
+                    (layer, first, row, 0, 0, 0),
+                    (1, at_once, number, K, S, H),
+                )
+                piece = jax.lax.dynamic_slice(cache, start, size)[0]
+                return jnp.moveaxis(piece, 0, 2).reshape(number, K, block, H)
+
             if rows is None:
-                start, size = (layer, 0, 0, first, 0), (1, R, K, block, H)
-                return jax.lax.dynamic_slice(cache, start, size)[0]
-
-            def one(row):
-                start, size = (layer, row, 0, first, 0), (1, 1, K, block, H)
-                return jax.lax.dynamic_slice(cache, start, size)[0, 0]
-
-            return jax.vmap(one)(rows)
+                return some(0, R)
+            return jax.vmap(lambda row: some(row, 1)[0])(rows)
 
         def body(i, carry):
             peak, total, out = carry
-            # The last block may overlap the one before it, which was read already.
-            first = jnp.minimum(i * block, k_cache.shape[3] - block)
-            s = first + jnp.arange(block)
+            # The last blocks may be some that were read before: not seen again.
+            first = jnp.minimum(i * at_once, C - at_once)
+            s = first * S + jnp.arange(block)
             scores = jnp.einsum(
                 "ekngh,eksh->ekngs",
                 q,
@@ -152,12 +156,12 @@ def cache_attention(
         # Derived from q, so that shard_map knows over which axes the carry varies.
         zero = q[..., 0].astype(jnp.float32) * 0
         init = (zero + _MASKED, zero, q.astype(jnp.float32) * 0)
-        _, total, out = jax.lax.fori_loop(0, blocks, body, init)
+        _, total, out = jax.lax.fori_loop(0, -(-end // block), body, init)
         out = jnp.swapaxes(out / total[..., None], 1, 2)
         return out.astype(q.dtype), k_cache, v_cache
 
     b, h = layout.batch, layout.heads
-    kv, cached = P(b, None, h), P(None, b, h)
+    kv, cached = P(b, None, h), P(None, None, b, h)
     out, *cache = jax.shard_map(
         local,
         mesh=layout.mesh,
@@ -171,6 +175,6 @@ def cache_attention(
         layer,
         rows_E,
         positions_ExN,
-        blocks,
+        end,
     )
     return out, tuple(cache)

@@ -33,7 +33,7 @@ class Shapes:
     tokens: int  # positions of a slot, and the length of a training row
     extend_rows: int  # slots extended, or forked, in one call
     extend_tokens: int  # new tokens of each
-    block: int = 64  # key positions read at once; an extension reads more
+    block: int = 64  # key positions read at once; an extension reads four times that
     steps: int = 8  # at most, of one decode call
     # Rows of narrower decode steps, for when few slots run. A row's last bits depend
     # on how many there are: with widths, log-probs depend on the time replies take.
@@ -102,8 +102,7 @@ def make_programs(
                 f"mesh.fsdp) up to slots={shapes.slots}"
             )
     R, S, block = shapes.slots, shapes.positions, shapes.block
-    long = min(4 * block, S)  # one of 64 is short beside the softmax of many tokens
-    kv = (config.layers, R, config.kv_heads, S, config.head_dim)
+    kv = (config.layers, S // block, R, config.kv_heads, block, config.head_dim)
     table = np.asarray(stop.next_state)
 
     def init():
@@ -127,8 +126,9 @@ def make_programs(
             jnp.where(t < n[:, None], start[:, None] + t, S),
             (slots["k"], slots["v"]),
             rows_E=rows,
-            blocks=-(-jnp.max(jnp.where(n > 0, start + n, 0)) // long),
-            block=long,
+            end=jnp.max(jnp.where(n > 0, start + n, 0)),
+            # The softmax of many tokens over few keys is dearer than its products.
+            at_once=min(4, S // block),
             dtype=dtype,
             layout=layout,
         )
@@ -184,8 +184,8 @@ def make_programs(
                 jnp.where(running, length, S)[:, None],
                 cache,
                 rows_E=rows,
-                blocks=jnp.max(jnp.where(running, length, 0)) // block + 1,
-                block=block,
+                end=jnp.max(jnp.where(running, length, 0)) + 1,
+                at_once=1,
                 dtype=dtype,
                 layout=layout,
             )
@@ -228,7 +228,6 @@ def make_programs(
             src,
             dst,
             jnp.where(used, -(-length // block), 0),
-            block=block,
             layout=layout,
         )
         hidden = slots["prompt_hidden"][src]
@@ -244,7 +243,7 @@ def make_programs(
         return _write(slots, jnp.where(used, dst, R), new), used.sum()
 
     by_slot, whole = layout.sharding(layout.batch), layout.sharding()
-    cached = layout.sharding(None, layout.batch, layout.heads)
+    cached = layout.sharding(None, None, layout.batch, layout.heads)
     out = dict.fromkeys(jax.eval_shape(init), by_slot) | {"k": cached, "v": cached}
     report = dict.fromkeys(("ids", "logps", "n", "stopped", "cut"), by_slot)
     report |= {"steps": whole}
@@ -278,20 +277,21 @@ def _write(slots, rows, new):
     }
 
 
-def _copy_prompts(cache, src, dst, blocks, *, block, layout):
+def _copy_prompts(cache, src, dst, blocks, *, layout):
     """Copies the first `blocks[e]` key blocks of slot `src[e]` to slot `dst[e]`.
 
     Only what is there is read, and the cache is written in place.
     """
 
     def local(k, v, src, dst, blocks):
-        first = jax.lax.axis_index(layout.batch) * k.shape[1]
-        size = (k.shape[0], 1, k.shape[2], block, k.shape[4])
+        L, _, R, K, S, H = k.shape
+        first = jax.lax.axis_index(layout.batch) * R
+        size = (L, 1, 1, K, S, H)
 
         def entry(e, cache):
             def one(i, cache):
-                at = (0, src[e] - first, 0, i * block, 0)
-                to = (0, dst[e] - first, 0, i * block, 0)
+                at = (0, i, src[e] - first, 0, 0, 0)
+                to = (0, i, dst[e] - first, 0, 0, 0)
                 return tuple(
                     jax.lax.dynamic_update_slice(
                         x, jax.lax.dynamic_slice(x, at, size), to
@@ -303,7 +303,7 @@ def _copy_prompts(cache, src, dst, blocks, *, block, layout):
 
         return jax.lax.fori_loop(0, src.shape[0], entry, (k, v))
 
-    b, cached = P(layout.batch), P(None, layout.batch, layout.heads)
+    b, cached = P(layout.batch), P(None, None, layout.batch, layout.heads)
     return jax.shard_map(
         local,
         mesh=layout.mesh,

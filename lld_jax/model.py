@@ -183,8 +183,8 @@ def cached_hidden_states(
     cache: tuple[jax.Array, jax.Array],
     *,
     rows_E: jax.Array | None,
-    blocks: jax.Array,
-    block: int,
+    end: jax.Array,
+    at_once: int,
     dtype: jnp.dtype,
     layout: Layout,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
@@ -202,8 +202,8 @@ def cached_hidden_states(
             layer,
             rows_E=rows_E,
             positions_ExN=positions_ExN,
-            blocks=blocks,
-            block=block,
+            end=end,
+            at_once=at_once,
             layout=layout,
         )
 

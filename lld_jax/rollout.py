@@ -199,11 +199,16 @@ def _take_replies(run: _Run) -> int:
     """Observations to append, and ends, whose number is returned."""
     now = time.perf_counter()
     if run.calls or run.decoding() or any(s.append for s in run.live.values()):
+        decoding = sum(slot.since is not None for slot in run.live.values())
 
         def wait(got: int) -> bool:
-            """For a reply that is nearly there, while the device has work."""
+            """For replies that are nearly there: the device works, or has little to do.
+
+            Slots that go on together fill the calls; stragglers would not.
+            """
+            busy = bool(run.calls) and not run.calls[-1].is_over()
             soon = time.perf_counter() - now < _GRACE
-            return soon and bool(run.calls) and not run.calls[-1].is_over()
+            return soon and (busy or len(run.asking) - got > decoding)
 
         came = ask.replies(run.asked, wait)
     else:

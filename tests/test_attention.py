@@ -1,5 +1,7 @@
 """Attention over rows and over a cache against the dense definition."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -63,10 +65,11 @@ L, R, S, BLOCK = 2, 4, 16, 4
 def cached():
     """A cache of noise (stale keys of earlier trajectories), and jitted attention."""
     rng = np.random.default_rng(2)
-    noise = [rng.normal(size=(L, R, K, S, H)).astype(np.float32) for _ in "kv"]
+    shape = (L, S // BLOCK, R, K, BLOCK, H)
+    noise = [rng.normal(size=shape).astype(np.float32) for _ in "kv"]
 
-    @jax.jit
-    def attend(q, k, v, cache, rows, positions, blocks):
+    @functools.partial(jax.jit, static_argnames="at_once")
+    def attend(q, k, v, cache, rows, positions, end, at_once=1):
         return attention.cache_attention(
             q,
             k,
@@ -75,15 +78,21 @@ def cached():
             jnp.int32(1),
             rows_E=rows,
             positions_ExN=positions,
-            blocks=blocks,
-            block=BLOCK,
+            end=end,
+            at_once=at_once,
             layout=serving_device(),
         )
 
     return tuple(noise), attend
 
 
-def test_a_row_appended_in_pieces_to_a_dirty_cache(case, cached):
+def flat(cache):
+    """`[L, C, R, K, BLOCK, H]` -> `[L, R, K, S, H]`."""
+    return np.moveaxis(np.asarray(cache), 1, 3).reshape(L, R, K, S, H)
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 3, 4])
+def test_a_row_appended_in_pieces_to_a_dirty_cache(case, cached, at_once):
     """5, then 8 tokens in slots 3 and 1 give what the whole rows give at once."""
     (q, k, v), _ = case
     noise, attend = cached
@@ -100,13 +109,13 @@ def test_a_row_appended_in_pieces_to_a_dirty_cache(case, cached):
             )
             for x in (q, k, v)
         ]
-        out, cache = attend(*piece, cache, rows, positions, -(-stop // BLOCK))
+        out, cache = attend(*piece, cache, rows, positions, stop, at_once)
         outs.append(out[:, : stop - start])
     np.testing.assert_allclose(np.concatenate(outs, 1), wanted, atol=1e-6)
     for before, after, new in zip(noise, cache, (k, v), strict=True):
-        expected = before.copy()
+        expected = flat(before).copy()
         expected[1][rows, :, :T] = np.swapaxes(new, 1, 2)
-        np.testing.assert_array_equal(after, expected)  # nothing else was written
+        np.testing.assert_array_equal(flat(after), expected)  # nothing else was written
 
 
 def test_bfloat16_products_exist_on_a_cpu(case, cached):
@@ -116,12 +125,12 @@ def test_bfloat16_products_exist_on_a_cpu(case, cached):
     half = [jnp.bfloat16(x) for x in (q, k, v)]
     at = np.tile(np.arange(T), (2, 1))
     rows = np.array([0, 2])
-    exact, _ = attend(*map(np.float32, half), noise, rows, at, 4)
+    exact, _ = attend(*map(np.float32, half), noise, rows, at, T)
     rough = tuple(jnp.bfloat16(x) for x in noise)
-    out, cache = attend(*half, rough, rows, at, 4)
+    out, cache = attend(*half, rough, rows, at, T)
     np.testing.assert_allclose(np.float32(out), exact, atol=0.03)
     one = [x[:, 5:6].repeat(2, axis=0) for x in half]
-    out, _ = attend(*one, cache, None, np.full((4, 1), 5), 2)
+    out, _ = attend(*one, cache, None, np.full((4, 1), 5), 6)
     # Slots 0 and 2 hold their row's first five tokens.
     np.testing.assert_allclose(np.float32(out[0, 0]), exact[0, 5], atol=0.03)
 
@@ -131,9 +140,9 @@ def test_blocks_beyond_the_end_of_a_slot_change_no_bit(case, cached):
     noise, attend = cached
     piece = [x[:, :1].repeat(2, axis=0) for x in (q, k, v)]  # slots 0..3, decode
     positions = np.array([[2], [7], [S], [5]])  # slot 2 does not run
-    short, _ = attend(*piece, noise, None, positions, 2)
-    long, cache = attend(*piece, noise, None, positions, 4)
+    short, _ = attend(*piece, noise, None, positions, 8)
+    long, cache = attend(*piece, noise, None, positions, S)
     running = np.array([0, 1, 3])
     np.testing.assert_array_equal(short[running], long[running])
-    np.testing.assert_array_equal(cache[0][:, 2], noise[0][:, 2])
-    np.testing.assert_array_equal(cache[0][1, 3, :, 5], piece[1][3, 0])
+    np.testing.assert_array_equal(flat(cache[0])[:, 2], flat(noise[0])[:, 2])
+    np.testing.assert_array_equal(flat(cache[0])[1, 3, :, 5], piece[1][3, 0])

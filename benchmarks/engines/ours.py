@@ -93,6 +93,7 @@ def main(argv: Sequence[str]) -> None:
         "--widths", type=int, nargs="*", help="rows of narrower decode steps"
     )
     parser.add_argument("--steps", type=int, default=decoding.Shapes.steps)
+    parser.add_argument("--block", type=int, default=decoding.Shapes.block)
     args = parser.parse_args(argv)
 
     keep_freed_memory()
@@ -109,6 +110,7 @@ def main(argv: Sequence[str]) -> None:
             tokens,
             args.extend_rows,
             args.extend_tokens,
+            block=args.block,
             steps=args.steps,
             widths=WIDTHS if args.widths is None else tuple(args.widths),
         ),
