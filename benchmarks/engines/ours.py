@@ -28,8 +28,8 @@ from lld_jax.rollout import Limits, Sampling, Task, rollout
 from lld_jax.search import Trajectory
 from lld_jax.stop import StopTable
 
-SLOTS, EXTEND_ROWS, EXTEND_TOKENS = 32, 4, 128
-WIDTHS = (16, 8, 4)
+SLOTS, EXTEND_ROWS, EXTEND_TOKENS = 48, 4, 128
+WIDTHS = (32, 24, 16, 12, 8, 4)
 
 
 class Late(Exception):
