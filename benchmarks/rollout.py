@@ -351,23 +351,27 @@ def main(args: argparse.Namespace) -> int:
                     row = run_engine(engine, python[engine], case, model, work, limit)
                 rows.append(row)
                 _print_row(row)
+                if args.json:  # after each row: a long run that is cut loses nothing
+                    _write(args.json, rows, args.quick, host)
     wanted = targets(rows)
     _print_comparison(rows, wanted)
     if args.quick:
         print("\nThe goals are about the whole measurement; this was a quick one.")
     for error in {f"{row.engine}: {row.error}" for row in rows if row.error}:
         print(f"\n{error}", file=sys.stderr)
-    if args.json:
-        report = {
-            "targets": wanted,
-            "rows": [asdict(row) for row in rows],
-            "quick": args.quick,
-            "machine": host,
-            "versions": versions(),
-        }
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return int(any(row.error for row in rows))
+
+
+def _write(path: Path, rows: Sequence[Row], quick: bool, host: dict) -> None:
+    report = {
+        "targets": targets(rows),
+        "rows": [asdict(row) for row in rows],
+        "quick": quick,
+        "machine": host,
+        "versions": versions(),
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
