@@ -1,11 +1,12 @@
 """Rollouts of lld_jax, transformers and Tunix side by side, on equal scripted work.
 
-    python -m benchmarks.rollout [--quick] [--json=FILE] [--seconds=600]
+    python -m benchmarks.rollout [--quick] [--all] [--json=FILE] [--seconds=600]
         [--works=A,B,C] [--shapes=tiny,0.2b] [--engines=ours,transformers,tunix]
 
 Each measurement is a process of its own, one at a time, on the same two cores. Tunix
-gets a virtual environment of its own, which is made when it is missing. `--quick` takes
-less work and under 10 minutes once that is there.
+gets a virtual environment of its own, which is made when it is missing, and work B
+alone, unless `--all` is given. `--quick` takes less work and under 10 minutes once that
+is there.
 """
 
 import argparse
@@ -339,8 +340,10 @@ def main(args: argparse.Namespace) -> int:
             )
             workloads.save(made, work)
             for engine in args.engines:
-                # Tunix's compilations take too long for a quick look at every work.
-                if args.quick and case.work not in FASTER.get(engine, workloads.NAMES):
+                # Tunix's compilations take minutes for each work.
+                if not args.all and case.work not in FASTER.get(
+                    engine, workloads.NAMES
+                ):
                     continue
                 if note := notes.get(engine):
                     row = Row(
@@ -390,6 +393,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="under 10 minutes")
+    parser.add_argument(
+        "--all", action="store_true", help="each engine on works without a goal, too"
+    )
     parser.add_argument("--json", type=Path, help="write all numbers to this file")
     for name, legal in (
         ("works", workloads.NAMES),
