@@ -9,8 +9,14 @@ static batches; what a row samples after the end of its own action is thrown awa
 
 Every new shape of a call (rows, prompt padding, steps) compiles anew, so the two
 lengths are rounded up: `--prompt-multiple` and `--steps-multiple` trade padding for
-compilations. `--rows 1 --steps-multiple 1` is one conversation at a time with the exact
-budget of its action, which is what Tunix's own agent loop asks for.
+compilations, and the defaults were the fastest. The warm-up calls the shapes of a
+rollout with other action lengths of about the same distribution, so that the timed run
+compiles what a later rollout of a training would still meet.
+
+The other ways to use it: `--rows 1 --steps-multiple 1` is one conversation at a time
+with the exact budget of its action, as Tunix's own agent loop calls the sampler;
+`--steps-multiple 1` a batch with the budget of its longest action; `--steps-multiple
+256` one budget for all calls; `--prompt-multiple 0` Tunix's own padding of prompts.
 """
 
 import argparse
@@ -346,7 +352,7 @@ if __name__ == "__main__":
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--rows", type=int, help="rows of a batch; default: what fits")
+    parser.add_argument("--rows", type=int, help="of a batch; default: by the model")
     parser.add_argument("--prompt-multiple", type=int, default=128)
     parser.add_argument("--steps-multiple", type=int, default=64)
     parser.add_argument("--one-cache", action="store_true")
