@@ -115,6 +115,27 @@ def ratios(rows: Sequence[Row]) -> dict[tuple[str, str, str], tuple[float, str] 
     return found
 
 
+def parameters(config: dict) -> tuple[int, int]:
+    """Weights that a token meets in the layers, and in the head, of a Qwen2 model."""
+    width, heads = config["hidden_size"], config["num_attention_heads"]
+    keys = config["num_key_value_heads"] * width // heads
+    layer = 2 * width * (width + keys) + 3 * width * config["intermediate_size"]
+    return config["num_hidden_layers"] * layer, config["vocab_size"] * width
+
+
+def bound(ours: dict, other: dict, layers: int, head: int) -> float:
+    """The ratio if both did a product equally fast, and none of our rows stood idle.
+
+    Products with the weights alone: a token that is read meets those of the layers, a
+    row of a decode step those of the head as well. Where the processor, not the memory,
+    is the limit, no engine that reads every token once does better.
+    """
+    read = other["detail"]["padded"] * layers
+    theirs = read + other["row_steps"] * (layers + head)
+    needed = ours["detail"]["extended"] * layers + ours["tokens"] * (layers + head)
+    return theirs / needed
+
+
 def _target(name: str, value: float | None, goal: float, better: str) -> dict:
     sign = 1 if better == "higher" else -1
     met = value is not None and sign * value >= sign * goal
@@ -277,15 +298,25 @@ def _print_row(row: Row) -> None:
     print(_line(cells, list(COLUMNS.values())), flush=True)
 
 
-def _print_comparison(rows: Sequence[Row], wanted: Sequence[dict]) -> None:
-    widths = 5, 4, 22, 7, 12
+def _print_comparison(
+    rows: Sequence[Row], wanted: Sequence[dict], sizes: dict[str, tuple[int, int]]
+) -> None:
+    """`sizes`: what `parameters` says of each shape."""
+    widths = 5, 4, 22, 7, 12, 9
+    results = {(row.shape, row.work, row.engine): row.result for row in rows}
     compared = ratios(rows)
     if compared:
         print()
-        _print_head(("shape", "work", "ours to", "ratio", "rates of"), widths)
+        names = "shape", "work", "ours to", "ratio", "rates of", "bound"
+        _print_head(names, widths)
     for (shape, work, other), measured in compared.items():
-        value, unit = (f"{measured[0]:.2f}", measured[1]) if measured else ("-", "-")
-        print(_line((shape, work, other, value, unit), widths))
+        value, unit, most = "-", "-", "-"
+        if measured:
+            value, unit = f"{measured[0]:.2f}", measured[1]
+            both = results[shape, work, "ours"], results[shape, work, other]
+            if all(result["complete"] for result in both):
+                most = f"{bound(*both, *sizes[shape]):.2f}"
+        print(_line((shape, work, other, value, unit, most), widths))
     widths = max([6, *(len(target["name"]) for target in wanted)]), 8, 8, 3
     if wanted:
         print()
@@ -311,7 +342,20 @@ def plan(
     ]
 
 
+def show(path: Path) -> int:
+    """Prints the tables of a file that a run wrote."""
+    report = json.loads(path.read_text("utf-8"))
+    rows = [Row(**row) for row in report["rows"]]
+    _print_head(list(COLUMNS), list(COLUMNS.values()))
+    for row in rows:
+        _print_row(row)
+    _print_comparison(rows, report["targets"], report["parameters"])
+    return 0
+
+
 def main(args: argparse.Namespace) -> int:
+    if args.show:
+        return show(args.show)
     cases = plan(args.shapes, args.works, args.quick, args.seconds)
     python = {engine: Path(sys.executable) for engine in args.engines}
     notes = {}
@@ -329,11 +373,13 @@ def main(args: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     rows: list[Row] = []
+    sizes = {}
     _print_head(list(COLUMNS), list(COLUMNS.values()))
     with tempfile.TemporaryDirectory() as scratch:
         for case in cases:
             model = models.folder(case.shape, args.models).absolute()
-            vocab = json.loads((model / "config.json").read_text("utf-8"))["vocab_size"]
+            config = json.loads((model / "config.json").read_text("utf-8"))
+            vocab, sizes[case.shape] = config["vocab_size"], parameters(config)
             work = Path(scratch) / "work.json"
             made = workloads.make_work(
                 case.work, vocab=vocab, trajectories=case.trajectories
@@ -355,9 +401,9 @@ def main(args: argparse.Namespace) -> int:
                 rows.append(row)
                 _print_row(row)
                 if args.json:  # after each row: a long run that is cut loses nothing
-                    _write(args.json, rows, args.quick, host)
+                    _write(args.json, rows, sizes, args.quick, host)
     wanted = targets(rows)
-    _print_comparison(rows, wanted)
+    _print_comparison(rows, wanted, sizes)
     if args.quick:
         print("\nThe goals are about the whole measurement; this was a quick one.")
     for error in {f"{row.engine}: {row.error}" for row in rows if row.error}:
@@ -365,10 +411,17 @@ def main(args: argparse.Namespace) -> int:
     return int(any(row.error for row in rows))
 
 
-def _write(path: Path, rows: Sequence[Row], quick: bool, host: dict) -> None:
+def _write(
+    path: Path,
+    rows: Sequence[Row],
+    sizes: dict[str, tuple[int, int]],
+    quick: bool,
+    host: dict,
+) -> None:
     report = {
         "targets": targets(rows),
         "rows": [asdict(row) for row in rows],
+        "parameters": sizes,
         "quick": quick,
         "machine": host,
         "versions": versions(),
@@ -403,6 +456,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         ("engines", tuple(MODULES)),
     ):
         parser.add_argument(f"--{name}", type=some_of(legal), default=list(legal))
+    parser.add_argument("--show", type=Path, help="print what --json wrote, and end")
     parser.add_argument("--seconds", type=float, default=600.0, help="of a timed run")
     parser.add_argument("--models", type=Path, default=ROOT / "data/benchmarks")
     parser.add_argument("--tunix-venv", type=Path, default=ROOT / ".venv-tunix")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.numpy
 
 from benchmarks import models, rollout, workloads
 from benchmarks.rollout import Row
@@ -229,6 +230,7 @@ def test_transformers_sample_the_whole_vocabulary(hf_generate, torch_model):
 def result(trajectories, tokens, seconds, **rest):
     """A complete engine's result: half of its decode steps wasted."""
     detail = {"occupancy": 0.95, "host_exposed": 0.05, "decoded": 500, "kept": 500}
+    detail |= {"padded": 4000, "extended": 1000}
     return {
         "trajectories": trajectories,
         "tokens": tokens,
@@ -266,6 +268,20 @@ def test_a_ratio_counts_tokens_if_nothing_was_finished():
     ours, cut = result(64, 1600, 8.0), result(0, 500, 10.0, complete=False)
     assert rollout.ratio(ours, cut) == (4, "tokens")
     assert rollout.ratio(cut, ours) == (0.25, "tokens")
+
+
+def test_the_bound_counts_products_with_weights():
+    config = json.loads((models.folder("tiny", Path()) / "config.json").read_text())
+    layers, head = rollout.parameters(config)
+    params = safetensors.numpy.load_file(
+        models.folder("tiny", Path()) / "model.safetensors"
+    )
+    kernels = [x for x in params.values() if x.ndim == 2]
+    assert (layers + head) == sum(x.size for x in kernels)  # the head is tied
+    ours, other = result(64, 1600, 8.0), result(64, 1600, 8.0)
+    # 4,000 tokens read and 3,200 rows against 1,000 and 1,600.
+    assert rollout.bound(ours, other, 1, 0) == 7200 / 2600
+    assert rollout.bound(ours, other, 10, 90) == 360_000 / 170_000
 
 
 def test_targets_of_a_whole_run():

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lld_jax import decoding, search
+from lld_jax import calculator, decoding, search
 from lld_jax.environment import Reply, SearchEnvironment
 from lld_jax.questions import Question
 from lld_jax.rollout import Limits, Sampling, Task, rollout, tasks_of
@@ -59,6 +59,7 @@ def scripted(
     steps=8,
     slow=0.0,
     widths=(),
+    stop=STOP,
 ):
     """Programs that write `actions[draw, sample][turn]` and check how they are used."""
     shapes = decoding.Shapes(slots, tokens, rows, new, steps=steps, widths=widths)
@@ -81,7 +82,7 @@ def scripted(
         state["start"][slot] = state["length"][slot] = len(state["text"][slot])
         for name in ("draw", "sample", "limit"):
             state[name][slot] = request[name][e]
-        state["state"][slot] = STOP.start
+        state["state"][slot] = stop.start
 
     def extend(params, state, request):
         used = np.flatnonzero(request["n"])
@@ -133,8 +134,8 @@ def scripted(
                 report["logps"][slot, taken] = -(at + 1) / 64
                 report["n"][slot] += 1
                 state["length"][slot] = at + 1
-                state["state"][slot] = STOP.next_state[state["state"][slot], token]
-                by_tag = state["state"][slot] == STOP.stop
+                state["state"][slot] = stop.next_state[state["state"][slot], token]
+                by_tag = state["state"][slot] == stop.stop
                 stopped = by_tag or at + 1 >= state["limit"][slot]
                 report["cut"][slot] = stopped and not by_tag
                 state["running"][slot] = not stopped
@@ -349,6 +350,28 @@ def test_long_texts_go_in_pieces():
         expected += [16] * (n // 16) + [n % 16] * (n % 16 > 0)
     assert pieces == expected
     assert log.texts[0, 0][-1] == traj.ids
+
+
+def test_the_engine_serves_other_tools():
+    """The calculator, with its own tags: the engine knows nothing of searches."""
+    first = tokens("<calculate>6*7</calculate>")
+    actions = {
+        (0, 0): [first, tokens("<answer>42</answer>")],
+        (0, 1): [SEARCH + first, tokens("<calculate>1/0</calculate>"), [END]],
+    }
+    stop = stop_table(TOKEN_BYTES, calculator.CLOSING_TAGS, CODEC.end_ids)
+    programs, log = scripted(actions, stop=stop)
+    env = calculator.CalculatorEnvironment(CODEC)
+    (right, other), _ = play(programs, tasks("6 times 7?", group=2), env, max_action=60)
+    texts = [
+        [search.decode(traj.ids[s.start : s.end], TOKEN_BYTES) for s in traj.spans]
+        for traj in (right, other)
+    ]
+    assert texts[0][1] == "\n\n<result>42</result>\n\n"
+    assert (right.reason, search.final_answer(right, TOKEN_BYTES)) == ("answered", "42")
+    assert texts[1][0].endswith("</search>\n\n<calculate>6*7</calculate>")
+    assert "division by zero" in texts[1][3]
+    assert other.reason == "invalid" and other.counters["calculations"] == 2
 
 
 # ------------------------------------------------------------ replies that take time
