@@ -95,10 +95,10 @@ def wasted(result: dict) -> float | None:
 def ratio(ours: dict, other: dict) -> tuple[float, str]:
     """Our rate through another's, and its unit.
 
-    The unit is trajectories, or tokens if one of the two has not finished any.
+    The unit is trajectories, or tokens if one of the two was cut: a static batch that
+    is nearly done has finished nothing.
     """
-    finished = ours["trajectories"] and other["trajectories"]
-    unit = "trajectories" if finished else "tokens"
+    unit = "trajectories" if ours["complete"] and other["complete"] else "tokens"
     return rate(ours, unit) / rate(other, unit), unit
 
 

@@ -259,13 +259,10 @@ def test_rates_and_waste():
     assert rollout.wasted(found | {"row_steps": 0}) is None
 
 
-def test_a_ratio_counts_finished_trajectories():
-    ours, cut = result(64, 1600, 8.0), result(2, 900, 10.0, complete=False)
-    assert rollout.ratio(ours, cut) == (40, "trajectories")
-
-
-def test_a_ratio_counts_tokens_if_nothing_was_finished():
-    ours, cut = result(64, 1600, 8.0), result(0, 500, 10.0, complete=False)
+def test_a_ratio_counts_trajectories_or_the_tokens_of_a_run_that_was_cut():
+    ours, other = result(64, 1600, 8.0), result(64, 1600, 16.0)
+    assert rollout.ratio(ours, other) == (2, "trajectories")
+    cut = result(2, 500, 10.0, complete=False)
     assert rollout.ratio(ours, cut) == (4, "tokens")
     assert rollout.ratio(cut, ours) == (0.25, "tokens")
 
