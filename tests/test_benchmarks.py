@@ -392,6 +392,7 @@ scripts = json.load(open(args["--work"]))["scripts"]
 tokens = sum(sum(script["actions"]) for script in scripts)
 vocab = json.load(open(args["--model"] + "/config.json"))["vocab_size"]
 detail = {"decoded": 7, "kept": 7, "vocab": vocab, "occupancy": 0.875}
+detail |= {"padded": 90, "extended": 30}
 json.dump(
     {"trajectories": len(scripts), "tokens": tokens, "seconds": 2.0,
      "row_steps": 2 * tokens, "compilations": 0, "peak_memory_gib": 0.5,

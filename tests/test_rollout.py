@@ -1,14 +1,12 @@
 """Whole rollouts of the small policy: the sampler and the trainer see the same text."""
 
 import random
-import time
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from slow import Slow
 from tiny import serving_device
 
 from lld_jax import decoding, metrics
@@ -21,25 +19,6 @@ from lld_jax.stop import stop_table
 def tasks(agent):
     questions = agent.questions(agent.config.questions.train)
     return tasks_of(list(enumerate(questions[:4])), 3)
-
-
-@dataclass
-class Slow:
-    """The agent's environment, with replies that come late and in any order."""
-
-    inner: Any
-    random: random.Random
-    most: float  # seconds
-
-    def start(self, question):
-        return self.inner.start(question)
-
-    def step(self, turns):
-        replies = list(self.inner.step(turns))
-        self.random.shuffle(replies)
-        for reply in replies:
-            time.sleep(self.random.uniform(0, self.most))
-            yield reply
 
 
 def run(agent, published, tasks, programs=None, sampling=None, seed=3, env=None):

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from slow import Slow
 
 from lld_jax import calculator, decoding, search
 from lld_jax.environment import Reply, SearchEnvironment
@@ -377,23 +378,6 @@ def test_the_engine_serves_other_tools():
 # ------------------------------------------------------------ replies that take time
 
 
-class Slow:
-    """An environment whose replies come late and in any order."""
-
-    def __init__(self, seed: int, most: float):
-        self.inner, self.random, self.most = environment(), random.Random(seed), most
-
-    def start(self, question):
-        return self.inner.start(question)
-
-    def step(self, turns):
-        replies = list(self.inner.step(turns))
-        self.random.shuffle(replies)
-        for reply in replies:
-            time.sleep(self.random.uniform(0, self.most))
-            yield reply
-
-
 def test_a_slow_retriever_delays_only_those_who_wait_for_it():
     """One search hangs until all the other trajectories are over."""
     actions = {(i, 0): [SEARCH, ANSWER] for i in range(6)}
@@ -507,7 +491,8 @@ def test_slots_rows_pieces_shards_and_delays_change_nothing(data):
         slow=data.draw(st.sampled_from([0.0, 0.001])),
         widths=data.draw(st.sampled_from([(), (shards,)])),
     )
-    env = Slow(data.draw(st.integers(0, 99)), data.draw(st.sampled_from([0.0, 0.003])))
+    rng = random.Random(data.draw(st.integers(0, 99)))
+    env = Slow(environment(), rng, data.draw(st.sampled_from([0.0, 0.003])))
     made, stats = play(programs, [todo[i] for i in order], env)
     assert made == [expected[i] for i in order]
     assert stats["decoded"] == stats["kept"] == sum(sum(t.mask) for t in made)
