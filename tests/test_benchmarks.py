@@ -428,7 +428,7 @@ def test_the_driver_runs_engines_and_reports(fake_engines, tmp_path, capsys):
     ]
     numbers = ["32.000", "6135.5", "50.0%", "0.50", "0", "0.875", "64 of 64"]
     assert ["tiny", "B", "ours", *numbers] in lines
-    assert ["tiny", "B", "transformers", "1.00", "trajectories"] in lines
+    assert ["tiny", "B", "transformers", "1.00", "trajectories", "2.00"] in lines
 
 
 def test_the_driver_goes_on_after_an_engine_that_failed(fake_engines, capsys):
