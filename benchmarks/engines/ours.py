@@ -103,16 +103,18 @@ def main(argv: Sequence[str]) -> None:
     abstract = model.abstract_params(config, layout)
     params = hf.load(args.model, config, parallel.param_shardings(abstract, layout))
     tokens, action = length_of(work.scripts)
+    slots = min(args.rows, len(work.scripts))
+    widths = WIDTHS if args.widths is None else args.widths
     programs = decoding.make_programs(
         config,
         decoding.Shapes(
-            min(args.rows, len(work.scripts)),
+            slots,
             tokens,
             args.extend_rows,
             args.extend_tokens,
             block=args.block,
             steps=args.steps,
-            widths=WIDTHS if args.widths is None else tuple(args.widths),
+            widths=tuple(width for width in widths if width < slots),
         ),
         StopTable(np.zeros((2, config.vocab), np.int8), start=0, stop=1),
         dtype=jnp.float32,
