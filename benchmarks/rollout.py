@@ -123,12 +123,13 @@ def parameters(config: dict) -> tuple[int, int]:
     return config["num_hidden_layers"] * layer, config["vocab_size"] * width
 
 
-def bound(ours: dict, other: dict, layers: int, head: int) -> float:
-    """The ratio if both did a product equally fast, and none of our rows stood idle.
+def fewer_products(ours: dict, other: dict, layers: int, head: int) -> float:
+    """How many times fewer products ours needs: the ratio if both made them as fast.
 
     Products with the weights alone: a token that is read meets those of the layers, a
-    row of a decode step those of the head as well. Where the processor, not the memory,
-    is the limit, no engine that reads every token once does better.
+    row of a decode step those of the head as well; all rows of the other engine count,
+    and of ours those that gave a token. A higher ratio of rates says that a product, or
+    what lies around it, takes the other engine longer.
     """
     read = other["detail"]["padded"] * layers
     theirs = read + other["row_steps"] * (layers + head)
@@ -307,7 +308,7 @@ def _print_comparison(
     compared = ratios(rows)
     if compared:
         print()
-        names = "shape", "work", "ours to", "ratio", "rates of", "bound"
+        names = "shape", "work", "ours to", "ratio", "rates of", "products"
         _print_head(names, widths)
     for (shape, work, other), measured in compared.items():
         value, unit, most = "-", "-", "-"
@@ -315,7 +316,7 @@ def _print_comparison(
             value, unit = f"{measured[0]:.2f}", measured[1]
             both = results[shape, work, "ours"], results[shape, work, other]
             if all(result["complete"] for result in both):
-                most = f"{bound(*both, *sizes[shape]):.2f}"
+                most = f"{fewer_products(*both, *sizes[shape]):.2f}"
         print(_line((shape, work, other, value, unit, most), widths))
     widths = max([6, *(len(target["name"]) for target in wanted)]), 8, 8, 3
     if wanted:

@@ -280,7 +280,8 @@ def _write(slots, rows, new):
 def _copy_prompts(cache, src, dst, blocks, *, layout):
     """Copies the first `blocks[e]` key blocks of slot `src[e]` to slot `dst[e]`.
 
-    Only what is there is read, and the cache is written in place.
+    The cache is as in `attention.cache_attention`, S the positions of a block. Only
+    what is there is read, and the cache is written in place.
     """
 
     def local(k, v, src, dst, blocks):

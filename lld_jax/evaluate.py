@@ -32,8 +32,8 @@ def evaluate(
     """Scores every question of every set once in each mode.
 
     Greedy decoding, and sampling at `rollout.temperature`, cut to `eval.top_p` and
-    `eval.top_k`. The same questions get the
-    same random numbers whenever they are scored.
+    `eval.top_k`. The same questions get the same random numbers whenever they are
+    scored.
 
     Returns:
       metrics `eval/<mode>/<what>` of all sets together, by set (`eval/<mode>/

@@ -29,6 +29,7 @@ from lld_jax.search import (
 
 _COVER = 1  # decode steps that run while the host reads those before them
 _GRACE = 0.005  # seconds that a reply may take and still join the next call
+_PULSE = 0.1  # seconds between calls of on_progress while all wait for replies
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class _Slot:
     append: list[int]  # what the device has not been given yet
     ready: int  # decode steps that were over when `append` came
     taken: int  # the first decode call after it took the slot
-    leader: int | None = None  # the slot whose prompt it copies
+    leader: int | None = None  # the slot that reads the prompt it will copy
     fresh: bool = True  # the device still holds what was in the slot before
     since: int | None = None  # the first decode call that it runs in
     ids: list[int] = field(default_factory=list)  # of its action so far
@@ -150,7 +151,8 @@ def rollout(
 
     Args:
       params: in the rollout layout and dtype.
-      on_progress: called with the number of trajectories that just ended.
+      on_progress: called with the number of trajectories that just ended, also with
+        0 and while all wait for replies: what it raises ends the rollout.
 
     Returns:
       trajectories in the order of `tasks`, unscored, and counters of the run: tokens
@@ -184,9 +186,7 @@ def rollout(
     for width in (programs.shapes.slots, *programs.shapes.widths):
         run.slots, _ = programs.decode(params, run.slots, idle, width)
     while run.queue or run.live:
-        ended = _take_replies(run)
-        if ended:
-            on_progress(ended)
+        on_progress(_take_replies(run))
         _fork(run, _fill(run))
         _extend(run)
         _decode(run)
@@ -213,7 +213,8 @@ def _take_replies(run: _Run) -> int:
         came = ask.replies(run.asked, wait)
     else:
         run.stats["seconds_host"] += now - run.clock
-        came = ask.replies(run.asked, lambda got: not got)
+        end = now + _PULSE
+        came = ask.replies(run.asked, lambda got: not got and time.perf_counter() < end)
         run.clock = time.perf_counter()
         run.stats["seconds_wait"] += run.clock - now
     ended = 0
@@ -290,7 +291,8 @@ def _fork(run: _Run, forks: dict[int, int]) -> None:
         _dispatched(run, "extend", over)
         for at in entries.values():
             slot = run.live[at]
-            slot.append, slot.fresh, slot.since = [], False, run.decodes
+            slot.append, slot.leader, slot.since = [], None, run.decodes
+            slot.fresh = False
             run.holds[at] = slot.traj.draw
         forks = {at: x for at, x in forks.items() if at not in runs}
 
@@ -331,17 +333,12 @@ def _extend(run: _Run) -> None:
                 slot.since = run.decodes
             if piece.last and piece.prompt:
                 run.holds[at] = slot.traj.draw
-                followers = [x for x, s in run.live.items() if s.leader == at]
-                _fork(run, {x: at for x in followers if run.live[x].fresh})
+                _fork(run, {x: at for x, s in run.live.items() if s.leader == at})
 
 
 def _waiting(run: _Run) -> list[int]:
     """Slots with something to append, the one that has waited longest first."""
-    waiting = [
-        at
-        for at, slot in run.live.items()
-        if slot.append and (slot.leader is None or not slot.fresh)
-    ]
+    waiting = [at for at, s in run.live.items() if s.append and s.leader is None]
     return sorted(waiting, key=lambda at: (run.live[at].ready, at))
 
 

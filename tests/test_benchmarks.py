@@ -267,7 +267,7 @@ def test_a_ratio_counts_trajectories_or_the_tokens_of_a_run_that_was_cut():
     assert rollout.ratio(cut, ours) == (0.25, "tokens")
 
 
-def test_the_bound_counts_products_with_weights():
+def test_products_with_weights_are_counted():
     config = json.loads((models.folder("tiny", Path()) / "config.json").read_text())
     layers, head = rollout.parameters(config)
     params = safetensors.numpy.load_file(
@@ -277,8 +277,8 @@ def test_the_bound_counts_products_with_weights():
     assert (layers + head) == sum(x.size for x in kernels)  # the head is tied
     ours, other = result(64, 1600, 8.0), result(64, 1600, 8.0)
     # 4,000 tokens read and 3,200 rows against 1,000 and 1,600.
-    assert rollout.bound(ours, other, 1, 0) == 7200 / 2600
-    assert rollout.bound(ours, other, 10, 90) == 360_000 / 170_000
+    assert rollout.fewer_products(ours, other, 1, 0) == 7200 / 2600
+    assert rollout.fewer_products(ours, other, 10, 90) == 360_000 / 170_000
 
 
 def test_targets_of_a_whole_run():

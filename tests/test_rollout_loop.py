@@ -405,6 +405,33 @@ def test_a_slow_retriever_delays_only_those_who_wait_for_it():
     assert stats["seconds_wait"] > 0
 
 
+def test_a_signal_is_seen_while_all_wait():
+    """The progress callback may end a rollout whose only reply hangs."""
+    hang, began = threading.Event(), time.monotonic()
+
+    def step(turns):
+        hang.wait()
+        yield 0, Reply(None, "answered")
+
+    def on_progress(ended):
+        if time.monotonic() - began > 0.3:
+            raise KeyboardInterrupt
+
+    env = SimpleNamespace(start=lambda q: tokens(q), step=step)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            programs, _ = scripted({(0, 0): [SEARCH, ANSWER]})
+            play(
+                programs,
+                tasks("who?"),
+                env,
+                limits={"timeout": 9.0}.items(),
+                on_progress=on_progress,
+            )
+    finally:
+        hang.set()
+
+
 def test_a_reply_that_never_comes_ends_its_trajectory():
     actions = {(i, 0): [SEARCH, ANSWER] for i in range(3)}
     actions[1, 0] = [tokens("<search>slow</search>"), ANSWER]
