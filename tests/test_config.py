@@ -180,7 +180,11 @@ def test_other_arguments_pass_and_a_value_may_stand_apart():
         ("world.size", 0, "retrieval.index: 'tiny_world' is neither.*data/tiny_world"),
     ],
 )
-def test_a_config_that_cannot_run_is_refused_by_field(tiny, field, value, message):
+def test_a_config_that_cannot_run_is_refused_by_field(
+    tiny, field, value, message, tmp_path, monkeypatch
+):
+    # Away from the data that a run of configs/tiny.py has left in this folder.
+    monkeypatch.chdir(tmp_path)
     group, _, last = field.rpartition(".")
     with tiny.unlocked():
         (tiny[group] if group else tiny)[last] = value
