@@ -126,15 +126,15 @@ def parameters(config: dict) -> tuple[int, int]:
 def fewer_products(ours: dict, other: dict, layers: int, head: int) -> float:
     """How many times fewer products ours needs: the ratio if both made them as fast.
 
-    Products with the weights alone: a token that is read meets those of the layers, a
-    row of a decode step those of the head as well; all rows of the other engine count,
-    and of ours those that gave a token. A higher ratio of rates says that a product, or
-    what lies around it, takes the other engine longer.
+    Products with the weights alone, per token of an action: a token that is read meets
+    those of the layers, a row of a decode step those of the head as well; all rows of
+    the other engine count, and of ours those that gave a token. A higher ratio of rates
+    says that a product, or what lies around it, takes the other engine longer.
     """
     read = other["detail"]["padded"] * layers
     theirs = read + other["row_steps"] * (layers + head)
     needed = ours["detail"]["extended"] * layers + ours["tokens"] * (layers + head)
-    return theirs / needed
+    return theirs / other["tokens"] / (needed / ours["tokens"])
 
 
 def _target(name: str, value: float | None, goal: float, better: str) -> dict:
@@ -315,7 +315,9 @@ def _print_comparison(
         if measured:
             value, unit = f"{measured[0]:.2f}", measured[1]
             both = results[shape, work, "ours"], results[shape, work, other]
-            if all(result["complete"] for result in both):
+            # An engine that was cut counts by what it had done: early turns are short,
+            # so it is the least that it would come to.
+            if both[0]["complete"] and both[1]["tokens"]:
                 most = f"{fewer_products(*both, *sizes[shape]):.2f}"
         print(_line((shape, work, other, value, unit, most), widths))
     widths = max([6, *(len(target["name"]) for target in wanted)]), 8, 8, 3

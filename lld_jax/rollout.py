@@ -100,6 +100,7 @@ class _Call:
     handle: Any
     number: int  # of the next decode call, or of this one
     queued: bool  # trajectories waited for a slot
+    width: int = 0  # rows of each of its decode steps
 
     def is_over(self) -> bool:
         return all(x.is_ready() for x in jax.tree.leaves(self.handle))
@@ -156,9 +157,10 @@ def rollout(
 
     Returns:
       trajectories in the order of `tasks`, unscored, and counters of the run: tokens
-      `decoded` and `kept`, decode `steps`, `occupancy` (the share of slots that hold
-      an unfinished trajectory, while others wait for a slot), `row_use` (the share of
-      the slots that a decode step moves on), and the seconds of the run by what the
+      `decoded` and `kept`, decode `steps` and their rows `row_steps`, `occupancy` (the
+      share of slots that hold an unfinished trajectory, while others wait for a slot),
+      `row_use` (the share of the slots that a decode step moves on), and the seconds of
+      the run by what the
       device did: `seconds_extend`, `seconds_decode`, nothing for want of work
       (`seconds_host`) or of a reply (`seconds_wait`).
 
@@ -350,9 +352,9 @@ def _decode(run: _Run) -> None:
     wake = max(1, shapes.extend_rows - len(_waiting(run)))
     for steps, stops in ((shapes.steps, wake), (_COVER, shapes.slots)):
         order = run.order | {"steps": np.int32(steps), "wake": np.int32(stops)}
-        args = run.params, run.slots, order, _width(run)
-        run.slots, report = run.programs.decode(*args)
-        _dispatched(run, "decode", report)
+        width = _width(run)
+        run.slots, report = run.programs.decode(run.params, run.slots, order, width)
+        _dispatched(run, "decode", report, width)
         run.decodes += 1
 
 
@@ -379,6 +381,7 @@ def _read(run: _Run) -> None:
             report = jax.device_get(call.handle)
             ask.ask(run.asked, _take_sampled(run, call, report))
             run.steps += int(report["steps"])
+            run.stats["row_steps"] += int(report["steps"]) * call.width
 
 
 def _take_sampled(
@@ -416,13 +419,13 @@ def _take_sampled(
     return turns
 
 
-def _dispatched(run: _Run, kind: str, handle: Any) -> None:
+def _dispatched(run: _Run, kind: str, handle: Any, width: int = 0) -> None:
     """Notes a call; the device had nothing to do if its last one is over by now."""
     now = time.perf_counter()
     if not run.calls or run.calls[-1].is_over():
         run.stats["seconds_host"] += now - run.clock
         run.clock = now
-    run.calls.append(_Call(kind, handle, run.decodes, bool(run.queue)))
+    run.calls.append(_Call(kind, handle, run.decodes, bool(run.queue), width))
 
 
 def _run_of(run: _Run, at: int) -> schedule.Run:

@@ -279,6 +279,9 @@ def test_products_with_weights_are_counted():
     # 4,000 tokens read and 3,200 rows against 1,000 and 1,600.
     assert rollout.fewer_products(ours, other, 1, 0) == 7200 / 2600
     assert rollout.fewer_products(ours, other, 10, 90) == 360_000 / 170_000
+    # Half as many tokens from as much work cost twice the products each.
+    half = other | {"tokens": other["tokens"] // 2, "complete": False}
+    assert rollout.fewer_products(ours, half, 1, 0) == 2 * 7200 / 2600
 
 
 def test_targets_of_a_whole_run():

@@ -65,7 +65,9 @@ def scripted(
     """Programs that write `actions[draw, sample][turn]` and check how they are used."""
     shapes = decoding.Shapes(slots, tokens, rows, new, steps=steps, widths=widths)
     layout = SimpleNamespace(batch=("data",), size=lambda axes: shards)
-    log = SimpleNamespace(extends=[], forks=[], decodes=[], texts=defaultdict(list))
+    log = SimpleNamespace(
+        extends=[], forks=[], decodes=[], row_steps=0, texts=defaultdict(list)
+    )
 
     def shard_of(slot):
         return slot * shards // slots
@@ -142,6 +144,7 @@ def scripted(
                 state["running"][slot] = not stopped
             taken += 1
         log.decodes.append(taken)
+        log.row_steps += taken * width
         for slot in np.flatnonzero(began):
             key = int(state["draw"][slot]), int(state["sample"][slot])
             log.texts[key].append(list(state["text"][slot]))
@@ -307,7 +310,7 @@ def test_freed_slots_are_taken_at_once():
     assert [t.question for t in made] == [f"q{i}" for i in range(7)]
     assert all(t.reason == "answered" for t in made)
     assert sum(done) == 7 and sum(map(len, log.extends)) == 7 + 2
-    assert stats["steps"] == sum(log.decodes)
+    assert stats["steps"] == sum(log.decodes) == stats["row_steps"] / 2
     assert stats["row_use"] == stats["decoded"] / (2 * stats["steps"]) > 0.5
     assert 0.8 < stats["occupancy"] <= 1
 
@@ -524,6 +527,7 @@ def test_slots_rows_pieces_shards_and_delays_change_nothing(data):
     assert made == [expected[i] for i in order]
     assert stats["decoded"] == stats["kept"] == sum(sum(t.mask) for t in made)
     assert 0 < stats["row_use"] <= 1 and 0 < stats["occupancy"] <= 1
+    assert stats["decoded"] <= stats["row_steps"] == log.row_steps
     for traj in made:
         assert log.texts[traj.draw, traj.sample][-1] == traj.ids
     reasons = Counter(t.reason for t in made).keys()

@@ -158,7 +158,7 @@ def main(argv: Sequence[str]) -> None:
         "trajectories": env.finished,
         "tokens": env.tokens,
         "seconds": seconds,
-        "row_steps": int(stats.get("steps", 0)) * rows,
+        "row_steps": int(stats.get("row_steps", 0)),
         "compilations": compiled.count,
         "peak_memory_gib": peak_memory_gib(),
         "complete": bool(stats),
