@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
@@ -106,6 +105,9 @@ def open_agent(config: ConfigDict) -> Agent:
             tokens=limits.max_tokens,
             extend_rows=shards * entries,
             extend_tokens=piece,
+            # Keys lie with the positions of a block last: a multiple of 128 there, or
+            # an accelerator would pad them to that.
+            block=64 if mesh.devices.flat[0].platform == "cpu" else 128,
         ),
         stop_table(codec.token_bytes, end_ids=codec.end_ids),
         dtype=jnp.dtype(config.model.dtype),
@@ -135,14 +137,7 @@ def load_params(agent: Agent, folder: Path | None = None) -> Any:
 
 def publisher(agent: Agent) -> Callable[[Any], Any]:
     """`publish(params)`: one jitted cast to `model.dtype` in the rollout layout."""
-    layout = agent.programs.layout
-    abstract = model.abstract_params(agent.model, layout)
-    shardings = parallel.param_shardings(abstract, layout)
-
-    def publish(params):
-        return jax.tree.map(lambda x: x.astype(agent.dtype), params)
-
-    return jax.jit(publish, out_shardings=shardings)
+    return model.publisher(agent.model, agent.dtype, agent.programs.layout)
 
 
 def sample(

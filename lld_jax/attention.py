@@ -84,8 +84,9 @@ def cache_attention(
     """Writes new keys and values into the cache, then attends to what it holds.
 
     Args:
-      cache: keys and values, each `[L, C, R, K, S, H]`: C blocks of S positions, so
-        that what a step reads of a layer lies together; layer: which L.
+      cache: keys `[L, C, R, K, H, S]` and values `[L, C, R, K, S, H]`: C blocks of S
+        positions, so that what a step reads of a layer lies together, each the way
+        round in which a product takes it as it is; layer: which L.
       rows_E: the slot of each entry; None when entry e is slot e (decode). Entries
         are grouped by the shard that owns their slot.
       positions_ExN: where each new token stands in its slot; C S or more: not written.
@@ -98,7 +99,7 @@ def cache_attention(
     """
 
     def local(q, k, v, k_cache, v_cache, layer, rows, positions, end):
-        _, C, R, K, S, H = k_cache.shape
+        _, C, R, K, S, H = v_cache.shape
         block = at_once * S
         # Batch axes first, as above; in another order a CPU has no bfloat16 product.
         q = jnp.swapaxes(q * H**-0.5, 1, 2)
@@ -106,20 +107,21 @@ def cache_attention(
             at = jnp.arange(R)
         else:
             at = rows = rows - jax.lax.axis_index(layout.batch) * R
-        write = (layer, positions // S, at[:, None], slice(None), positions % S)
-        k_cache = k_cache.at[write].set(k, mode="drop")
-        v_cache = v_cache.at[write].set(v, mode="drop")
+        to, place, every = positions // S, positions % S, slice(None)
+        to = (layer, to, at[:, None], every)
+        k_cache = k_cache.at[*to, every, place].set(k, mode="drop")
+        v_cache = v_cache.at[*to, place].set(v, mode="drop")
 
-        def read(cache, first):
-            """Of all slots, or of those in `rows` alone: `[., K, at_once S, H]`."""
+        def read(cache, first, axis):
+            """The next blocks, joined at `axis`, of all slots or of those in `rows`."""
 
             def some(row, number):
-                start, size = (
-                    (layer, first, row, 0, 0, 0),
-                    (1, at_once, number, K, S, H),
-                )
+                start = (layer, first, row, 0, 0, 0)
+                size = (1, at_once, number, *cache.shape[3:])
                 piece = jax.lax.dynamic_slice(cache, start, size)[0]
-                return jnp.moveaxis(piece, 0, 2).reshape(number, K, block, H)
+                shape = [number, *cache.shape[3:]]
+                shape[axis] *= at_once
+                return jnp.moveaxis(piece, 0, axis).reshape(shape)
 
             if rows is None:
                 return some(0, R)
@@ -131,9 +133,9 @@ def cache_attention(
             first = jnp.minimum(i * at_once, C - at_once)
             s = first * S + jnp.arange(block)
             scores = jnp.einsum(
-                "ekngh,eksh->ekngs",
+                "ekngh,ekhs->ekngs",
                 q,
-                read(k_cache, first),
+                read(k_cache, first, 3),
                 preferred_element_type=jnp.float32,
             )
             seen = (s >= i * block) & (s <= positions[:, :, None])
@@ -144,7 +146,7 @@ def cache_attention(
             shrink = jnp.exp(peak - top)
             p = jnp.exp(scores - top[..., None])
             total = total * shrink + p.sum(-1)
-            value = read(v_cache, first)
+            value = read(v_cache, first, 2)
             out = out * shrink[..., None] + jnp.einsum(
                 "ekngs,eksh->ekngh",
                 p.astype(value.dtype),

@@ -102,14 +102,14 @@ def make_programs(
                 f"mesh.fsdp) up to slots={shapes.slots}"
             )
     R, S, block = shapes.slots, shapes.positions, shapes.block
-    kv = (config.layers, S // block, R, config.kv_heads, block, config.head_dim)
+    kv = (config.layers, S // block, R, config.kv_heads)
     table = np.asarray(stop.next_state)
 
     def init():
         zeros = {name: jnp.zeros(R, jnp.int32) for name in _PER_SLOT}
         return zeros | {
-            "k": jnp.zeros(kv, dtype),
-            "v": jnp.zeros(kv, dtype),
+            "k": jnp.zeros((*kv, config.head_dim, block), dtype),
+            "v": jnp.zeros((*kv, block, config.head_dim), dtype),
             "hidden": jnp.zeros((R, config.width), dtype),
             "prompt_hidden": jnp.zeros((R, config.width), dtype),
             "running": jnp.zeros(R, bool),
@@ -280,14 +280,15 @@ def _write(slots, rows, new):
 def _copy_prompts(cache, src, dst, blocks, *, layout):
     """Copies the first `blocks[e]` key blocks of slot `src[e]` to slot `dst[e]`.
 
-    The cache is as in `attention.cache_attention`, S the positions of a block. Only
-    what is there is read, and the cache is written in place.
+    The cache is as in `attention.cache_attention`. Only what is there is read, and the
+    cache is written in place.
     """
 
     def local(k, v, src, dst, blocks):
-        L, _, R, K, S, H = k.shape
-        first = jax.lax.axis_index(layout.batch) * R
-        size = (L, 1, 1, K, S, H)
+        first = jax.lax.axis_index(layout.batch) * k.shape[2]
+
+        def one_block(x):
+            return (x.shape[0], 1, 1, *x.shape[3:])
 
         def entry(e, cache):
             def one(i, cache):
@@ -295,7 +296,7 @@ def _copy_prompts(cache, src, dst, blocks, *, layout):
                 to = (0, i, dst[e] - first, 0, 0, 0)
                 return tuple(
                     jax.lax.dynamic_update_slice(
-                        x, jax.lax.dynamic_slice(x, at, size), to
+                        x, jax.lax.dynamic_slice(x, at, one_block(x)), to
                     )
                     for x in cache
                 )

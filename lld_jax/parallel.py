@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.tree_util import DictKey
 
 AXES = ("data", "fsdp", "tensor")
 
@@ -86,12 +87,17 @@ _ROLLOUT = {
 
 
 def param_shardings(params: Any, layout: Layout) -> Any:
-    """The sharding of every parameter of a (possibly abstract) tree."""
+    """The sharding of every parameter of a (possibly abstract) tree.
+
+    Its layers are stacked, or a list.
+    """
     rules = _ROLLOUT if layout.heads else _TRAIN
 
     def of(path, leaf) -> NamedSharding:
-        names = [entry.key for entry in path]
+        names = [entry.key for entry in path if isinstance(entry, DictKey)]
         spec = next(rules[n] for n in ("/".join(names[-2:]), names[-1]) if n in rules)
+        if len(names) < len(path):  # one layer of a list
+            spec = P(*spec[1:])
         for size, axes in zip(leaf.shape, spec, strict=False):
             axes = (axes,) if isinstance(axes, str) else axes or ()
             if size % layout.size(axes):

@@ -65,8 +65,11 @@ L, R, S, BLOCK = 2, 4, 16, 4
 def cached():
     """A cache of noise (stale keys of earlier trajectories), and jitted attention."""
     rng = np.random.default_rng(2)
-    shape = (L, S // BLOCK, R, K, BLOCK, H)
-    noise = [rng.normal(size=shape).astype(np.float32) for _ in "kv"]
+    shape = (L, S // BLOCK, R, K)
+    noise = [
+        rng.normal(size=(*shape, *last)).astype(np.float32)
+        for last in ((H, BLOCK), (BLOCK, H))
+    ]
 
     @functools.partial(jax.jit, static_argnames="at_once")
     def attend(q, k, v, cache, rows, positions, end, at_once=1):
@@ -86,9 +89,10 @@ def cached():
     return tuple(noise), attend
 
 
-def flat(cache):
-    """`[L, C, R, K, BLOCK, H]` -> `[L, R, K, S, H]`."""
-    return np.moveaxis(np.asarray(cache), 1, 3).reshape(L, R, K, S, H)
+def flat(k, v):
+    """Keys and values of a cache as `[L, R, K, S, H]`."""
+    k = np.swapaxes(k, 4, 5)
+    return [np.moveaxis(x, 1, 3).reshape(L, R, K, S, H) for x in (k, np.asarray(v))]
 
 
 @pytest.mark.parametrize("at_once", [1, 2, 3, 4])
@@ -112,10 +116,10 @@ def test_a_row_appended_in_pieces_to_a_dirty_cache(case, cached, at_once):
         out, cache = attend(*piece, cache, rows, positions, stop, at_once)
         outs.append(out[:, : stop - start])
     np.testing.assert_allclose(np.concatenate(outs, 1), wanted, atol=1e-6)
-    for before, after, new in zip(noise, cache, (k, v), strict=True):
-        expected = flat(before).copy()
+    for before, after, new in zip(flat(*noise), flat(*cache), (k, v), strict=True):
+        expected = before.copy()
         expected[1][rows, :, :T] = np.swapaxes(new, 1, 2)
-        np.testing.assert_array_equal(flat(after), expected)  # nothing else was written
+        np.testing.assert_array_equal(after, expected)  # nothing else was written
 
 
 def test_bfloat16_products_exist_on_a_cpu(case, cached):
@@ -144,5 +148,6 @@ def test_blocks_beyond_the_end_of_a_slot_change_no_bit(case, cached):
     long, cache = attend(*piece, noise, None, positions, S)
     running = np.array([0, 1, 3])
     np.testing.assert_array_equal(short[running], long[running])
-    np.testing.assert_array_equal(flat(cache[0])[:, 2], flat(noise[0])[:, 2])
-    np.testing.assert_array_equal(flat(cache[0])[1, 3, :, 5], piece[1][3, 0])
+    keys, before = flat(*cache)[0], flat(*noise)[0]
+    np.testing.assert_array_equal(keys[:, 2], before[:, 2])
+    np.testing.assert_array_equal(keys[1, 3, :, 5], piece[1][3, 0])

@@ -74,6 +74,18 @@ def test_rollouts_split_heads_and_vocabulary_over_tensor(abstract):
     assert found["final_norm/scale"] == found["layers/mlp_norm/scale"] == P()
 
 
+def test_a_layer_of_a_list_lies_like_the_stacked_ones(abstract):
+    layout = parallel.rollout_layout(MESH)
+    one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), abstract)
+    stacked = parallel.param_shardings(abstract, layout)
+    listed = parallel.param_shardings({"layers": [one["layers"]] * 2}, layout)
+    assert len(listed["layers"]) == 2
+    for found in listed["layers"]:
+        wanted = jax.tree.map(lambda s: P(*s.spec[1:]), stacked["layers"])
+        assert jax.tree.map(lambda s: s.spec, found) == wanted
+        assert found["query"]["kernel"].spec == P(None, "tensor")
+
+
 def test_a_parameter_that_does_not_divide_is_named(abstract):
     message = r"embedding has shape \(648, 32\): 648 does not divide .* \(16 devices\)"
     with pytest.raises(ValueError, match=message):

@@ -84,6 +84,18 @@ def test_same_bits_in_any_order_company_and_delay(
         )
 
 
+def programs_of(agent, shapes):
+    """The agent's own, for other shapes."""
+    return decoding.make_programs(
+        agent.model,
+        shapes,
+        stop_table(agent.codec.token_bytes, end_ids=agent.codec.end_ids),
+        dtype=agent.dtype,
+        valid_vocab=len(agent.codec.token_bytes),
+        layout=serving_device(),
+    )
+
+
 @pytest.mark.parametrize(
     ("slots", "rows", "tokens", "block", "steps", "widths"),
     [
@@ -98,13 +110,8 @@ def test_same_tokens_for_other_shapes(
 ):
     """And for tasks in another order, and for replies that come late."""
     length = agent.config.rollout.max_tokens
-    programs = decoding.make_programs(
-        agent.model,
-        decoding.Shapes(slots, length, rows, tokens, block, steps, widths),
-        stop_table(agent.codec.token_bytes, end_ids=agent.codec.end_ids),
-        dtype=agent.dtype,
-        valid_vocab=len(agent.codec.token_bytes),
-        layout=serving_device(),
+    programs = programs_of(
+        agent, decoding.Shapes(slots, length, rows, tokens, block, steps, widths)
     )
     rng = random.Random(slots)
     order = rng.sample(range(len(tasks)), len(tasks))
@@ -112,6 +119,18 @@ def test_same_tokens_for_other_shapes(
     made = run(agent, published, [tasks[i] for i in order], programs, env=env)
     for traj, i in zip(made, order, strict=True):
         other = trajectories[i]
+        assert traj.ids == other.ids and traj.mask == other.mask
+        np.testing.assert_allclose(traj.sampler_logps, other.sampler_logps, atol=1e-4)
+
+
+def test_stacked_layers_give_what_listed_ones_give(
+    agent, params, published, tasks, trajectories
+):
+    """CPUs get a list, accelerators a scan."""
+    assert isinstance(published["layers"], list)
+    assert not isinstance(params["layers"], list)
+    made = run(agent, params, tasks, programs_of(agent, agent.programs.shapes))
+    for traj, other in zip(made, trajectories, strict=True):
         assert traj.ids == other.ids and traj.mask == other.mask
         np.testing.assert_allclose(traj.sampler_logps, other.sampler_logps, atol=1e-4)
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -80,6 +81,45 @@ def length_of(scripts: Sequence[Script]) -> tuple[int, int]:
     return max(script.length for script in scripts) + action, action
 
 
+@dataclass(frozen=True)
+class Engine:
+    """Programs for one shape of slots, and the weights that they run on."""
+
+    programs: decoding.Programs
+    params: Any
+    vocab: int
+
+
+def open_engine(
+    folder: Path,
+    slots: int,
+    tokens: int,
+    extend_rows: int,
+    extend_tokens: int,
+    *,
+    block: int = decoding.Shapes.block,
+    steps: int = decoding.Shapes.steps,
+    widths: tuple[int, ...] = (),
+) -> Engine:
+    """Loads a model in float32; arguments as in `decoding.Shapes`."""
+    config = hf.read_config(folder)
+    layout = parallel.rollout_layout(parallel.make_mesh(1, 1, 1))
+    abstract = model.abstract_params(config, layout)
+    params = hf.load(folder, config, parallel.param_shardings(abstract, layout))
+    programs = decoding.make_programs(
+        config,
+        decoding.Shapes(
+            slots, tokens, extend_rows, extend_tokens, block, steps, widths
+        ),
+        StopTable(np.zeros((2, config.vocab), np.int8), start=0, stop=1),
+        dtype=jnp.float32,
+        valid_vocab=config.vocab,
+        layout=layout,
+    )
+    publish = model.publisher(config, jnp.dtype(jnp.float32), layout)
+    return Engine(programs, publish(params), config.vocab)
+
+
 def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, required=True)
@@ -98,39 +138,30 @@ def main(argv: Sequence[str]) -> None:
 
     keep_freed_memory()
     work = workloads.load(args.work)
-    config = hf.read_config(args.model)
-    layout = parallel.rollout_layout(parallel.make_mesh(1, 1, 1))
-    abstract = model.abstract_params(config, layout)
-    params = hf.load(args.model, config, parallel.param_shardings(abstract, layout))
     tokens, action = length_of(work.scripts)
     slots = min(args.rows, len(work.scripts))
     widths = WIDTHS if args.widths is None else args.widths
-    programs = decoding.make_programs(
-        config,
-        decoding.Shapes(
-            slots,
-            tokens,
-            args.extend_rows,
-            args.extend_tokens,
-            block=args.block,
-            steps=args.steps,
-            widths=tuple(width for width in widths if width < slots),
-        ),
-        StopTable(np.zeros((2, config.vocab), np.int8), start=0, stop=1),
-        dtype=jnp.float32,
-        valid_vocab=config.vocab,
-        layout=layout,
+    engine = open_engine(
+        args.model,
+        slots,
+        tokens,
+        args.extend_rows,
+        args.extend_tokens,
+        block=args.block,
+        steps=args.steps,
+        widths=tuple(width for width in widths if width < slots),
     )
+    programs = engine.programs
 
     def run(tasks: int, seconds: float) -> tuple[Scripted, dict[str, float]]:
-        env = Scripted(work, config.vocab, time.monotonic() + seconds)
+        env = Scripted(work, engine.vocab, time.monotonic() + seconds)
         limits = Limits(max_turns=1000, max_action=action, budget=env.budget)
         scripts = list(enumerate(work.scripts))[:tasks]
         todo = [Task(s.draw, s.sample, str(i), ()) for i, s in scripts]
         try:
             _, stats = rollout(
                 programs,
-                params,
+                engine.params,
                 env,
                 todo,
                 limits,
