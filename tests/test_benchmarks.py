@@ -284,6 +284,18 @@ def test_products_with_weights_are_counted():
     assert rollout.fewer_products(ours, half, 1, 0) == 2 * 7200 / 2600
 
 
+def test_the_middle_of_three_runs_counts():
+    def row(seconds):
+        found = None if seconds is None else result(64, 1600, seconds)
+        return rollout.Row("tiny", "A", "ours", 64, found, "why" if not found else None)
+
+    middle = rollout.middle([row(8.0), row(2.0), row(4.0)])
+    assert middle.result["seconds"] == 4.0
+    assert middle.result["rates"] == [8.0, 16.0, 32.0]
+    failed = rollout.middle([row(8.0), row(None), row(4.0)])
+    assert failed.result is None and failed.error == "why"
+
+
 def test_targets_of_a_whole_run():
     slow = result(64, 1600, 32.0)
     measured = [
