@@ -33,6 +33,7 @@ KINDS = ("layer products", "head product", "attention", "copies", "rest")
 ROWS = {"tiny": 48, "0.2b": 32}
 LENGTH = 640  # tokens of each conversation
 STEPS = 8  # decode steps of a call
+FAR = 32  # and of `generate`, whose reading, which is subtracted, varies by some steps
 READ = 512  # tokens that an extend call reads
 _OP = re.compile(r"\s*(?:ROOT )?%([\w.\-]+) = .*?\s([a-z][\w\-]*)\(")
 _NAME = re.compile(r'op_name="([^"]*)"')
@@ -188,10 +189,10 @@ def profile_transformers(shape: str, folder: Path, repeats: int) -> dict[str, di
     one, more = [], []
     for _ in range(repeats):
         one.append(seconds(partial(generate, 1)))
-        more.append(seconds(partial(generate, 1 + STEPS)))
-    step = statistics.median(b - a for a, b in zip(one, more, strict=True)) / STEPS
+        more.append(seconds(partial(generate, 1 + FAR)))
+    step = statistics.median(b - a for a, b in zip(one, more, strict=True)) / FAR
     first = torch_kinds(partial(generate, 1), vocab)
-    both = torch_kinds(partial(generate, 1 + STEPS), vocab)
+    both = torch_kinds(partial(generate, 1 + FAR), vocab)
     steps = {kind: max(0.0, both[kind] - first.get(kind, 0.0)) for kind in both}
     read = statistics.median(one) * READ / (rows * LENGTH)
     return {"decode step": scaled(steps, step), "read": scaled(first, read)}
@@ -255,7 +256,7 @@ def main(args: argparse.Namespace) -> int:
         bound = least(shape, folder, most)
         engines = {
             "ours": profile_ours(shape, folder, 3 if args.quick else 12),
-            "transformers": profile_transformers(shape, folder, 1 if args.quick else 3),
+            "transformers": profile_transformers(shape, folder, 1 if args.quick else 2),
         }
         report["profiles"][shape] = engines | {"least": bound}
         for what in ("decode step", "read"):
