@@ -86,6 +86,8 @@ def get_config() -> ConfigDict:
     loss.clip_high = 0.2
     loss.kl = 0.001
     loss.entropy = 0.001  # in the authors' run, not in the paper's text
+    loss.nll = 0.0  # coefficient of the NLL of correct trajectories; not in the paper
+    loss.negatives = "all"  # 'nthr' spares tokens of wrong answers; not in the paper
     loss.average = "global"
     loss.advantage_std = "sample"
 
@@ -95,6 +97,9 @@ def get_config() -> ConfigDict:
     llds.normalizer = "preserved"
     llds.answer = "none"  # LLDS-MA: how the penalty of answer tokens is weighted
     llds.answer_weight = 0.0  # the weight where answer is 'constant'
+    llds.anchor = (
+        0  # n: its old policy is renewed every n steps; 0: the one that sampled
+    )
 
     config.optim = optim = ConfigDict()
     optim.lr = 1e-6
@@ -120,7 +125,10 @@ def get_config() -> ConfigDict:
     checkpoint.keep = 2  # the last ones; the best evaluation is kept beside them
 
     config.diagnostics = diagnostics = ConfigDict()
-    diagnostics.every = 1  # steps; 0 is never
+    diagnostics.every = 10  # steps between costly ones: displacement; 0 is never
+    diagnostics.action = (
+        "warn"  # when a run decays: none, stop, raise_lambda, roll_back
+    )
     return config
 
 

@@ -90,6 +90,8 @@ FIELDS: dict[str, Rule] = {
     "loss.clip_high": _float_from(0),
     "loss.kl": _float_from(0),
     "loss.entropy": _float_from(0),
+    "loss.nll": _float_from(0),
+    "loss.negatives": _one_of("all", "nthr"),
     "loss.average": _one_of("global", "microbatch"),
     "loss.advantage_std": _one_of("sample", "population", "none"),
     "llds.coef": _float_from(0),
@@ -97,6 +99,7 @@ FIELDS: dict[str, Rule] = {
     "llds.normalizer": _one_of("preserved", "all"),
     "llds.answer": _one_of("none", "constant", "paper", "authors"),
     "llds.answer_weight": _SHARE,
+    "llds.anchor": _int_from(0),
     "optim.lr": _float_from(0),
     "optim.warmup": _int_from(0),
     "optim.decay": _float_from(0),
@@ -115,6 +118,7 @@ FIELDS: dict[str, Rule] = {
     "checkpoint.every": _int_from(0),
     "checkpoint.keep": _int_from(1),
     "diagnostics.every": _int_from(0),
+    "diagnostics.action": _one_of("none", "warn", "stop", "raise_lambda", "roll_back"),
 }
 _ABSENT = object()
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -195,9 +199,11 @@ def diff(a: ConfigDict, b: ConfigDict) -> list[str]:
 def check_resume(saved: ConfigDict, config: ConfigDict) -> None:
     """Raises ConfigError that lists the fields if a run's config is another one.
 
-    The mesh may differ: a run goes on with another number of devices.
+    The mesh may differ: a run goes on with another number of devices. So may what is
+    done about a collapse.
     """
-    fields = [f for f in diff(saved, config) if not f.startswith("mesh.")]
+    differ = [f for f in diff(saved, config) if f != "diagnostics.action"]
+    fields = [f for f in differ if not f.startswith("mesh.")]
     if fields:
         a, b = flatten(saved), flatten(config)
         changes = [f"{f}: {a.get(f)!r} there, {b.get(f)!r} here" for f in fields]
@@ -256,6 +262,12 @@ def _check_batches(config: ConfigDict) -> None:
         raise ConfigError(
             f"optim.micro_rows: {micro} does not divide the {rows // updates} rows of "
             f"an update; legal are {_divisors(rows // updates)}"
+        )
+    group = config.rollout.group
+    if config.loss.negatives == "nthr" and micro % group:
+        raise ConfigError(
+            f"optim.micro_rows: {micro} must be a multiple of rollout.group {group} "
+            "where loss.negatives is 'nthr', which looks at whole groups"
         )
     mesh_size = config.mesh.data * config.mesh.fsdp * config.mesh.tensor
     if micro % mesh_size:

@@ -397,8 +397,8 @@ def objective(
     Args:
       logps, entropy: `[B, T]`, of the policy being trained.
       batch: `mask, advantages, old_logps, ref_logps`, and where there are any
-        `segments, answer_mask`; the scalar `valid_searches`, where beta follows it, is
-        that of the whole batch in every micro-batch.
+        `segments, answer_mask`, and `anchor_logps` if LLDS has another old policy; as
+        scalars, `valid_searches` where beta follows it, `llds_coef` for another lambda.
       weights: this micro-batch's rows of the optimizer batch's `weights`.
       first: True (may be traced) while the parameters have not moved since the
         rollout: `logps` then stand in for `old_logps`, which are not read, so that
@@ -426,7 +426,7 @@ def objective(
     clip = config.clip_low, config.clip_high
     policy, clipped = clipped_surrogate(ratio, advantages, keep, *clip)
     kl = kl_penalty(logps, batch["ref_logps"], keep)
-    drop = likelihood_drop(logps, old, keep)
+    drop = likelihood_drop(logps, batch.get("anchor_logps", old), keep)
     preserved = _preserved(keep, advantages)
     spans = _spans(keep, segments, config.llds_gate)
     beta = answer_weight(config.llds_answer, batch.get("valid_searches"))
@@ -437,7 +437,8 @@ def objective(
     loss_entropy = jnp.sum(weights.tokens * entropy)
     loss_llds = jnp.sum(weights.llds * penalty)
     regulariser = config.kl * loss_kl - config.entropy * loss_entropy
-    loss = loss_policy + regulariser + config.llds_coef * loss_llds
+    coef = batch.get("llds_coef", config.llds_coef)
+    loss = loss_policy + regulariser + coef * loss_llds
     gates = _span_sums(preserved, spans) > 0
     metrics = {
         "loss": loss,

@@ -17,6 +17,7 @@ from lld_jax import agent as agent_lib
 from lld_jax import checkpoint, evaluate, hf, host, metrics, search, train, update
 from lld_jax import config as config_lib
 from lld_jax.agent import Agent
+from lld_jax.guard import Collapsing
 from lld_jax.overrides import clean_argv, workdir_name
 from lld_jax.questions import Question
 from lld_jax.rollout import Sampling
@@ -51,6 +52,8 @@ def policy_params(agent: Agent, workdir: Path):
         folder, keep=agent.config.checkpoint.keep, writes=False
     ) as saved:
         target = {"state": init(params), "step": 0}
+        if agent.config.llds.anchor:
+            target["anchor"] = params
         restored, _ = checkpoint.restore(saved, target, step)
     return restored["state"]["params"], f"{folder}/{restored['step']}"
 
@@ -142,7 +145,7 @@ def run() -> None:
             raise config_lib.ConfigError("config: unset; legal is --config=FILE")
         spec = spec[-1].removeprefix("--config=")
         app.run(lambda rest: main(rest, spec), argv=argv)
-    except (config_lib.ConfigError, train.Diverged) as error:
+    except (config_lib.ConfigError, train.Diverged, Collapsing) as error:
         sys.exit(f"lld_jax: {error}")
     except Preempted as error:
         print(f"lld_jax: {error}", file=sys.stderr)

@@ -24,6 +24,7 @@ PROGRESS_FIELDS = {
     "length": "rollout/length",
     "searches": "rollout/searches",
     "logp": "lld/logp_correct",
+    "phase": "phase/name",
 }
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
@@ -174,9 +175,9 @@ def show_progress(
 ) -> None:
     """Moves the bar one step on and shows `fields`: label -> metric, where present."""
     shown = {
-        label: f"{float(record[name]):.3g}"
+        label: value if isinstance(value, str) else f"{float(value):.3g}"
         for label, name in fields.items()
-        if name in record
+        if (value := record.get(name)) is not None
     }
     bar.set_postfix(shown, refresh=False)
     bar.update()

@@ -4,16 +4,21 @@ The paper (arXiv 2512.04220) is in `losses.py`; this file feeds it.
 """
 
 import contextlib
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from ml_collections import ConfigDict
 
 from lld_jax import agent as agent_lib
-from lld_jax import checkpoint, diagnostics, evaluate, hf, metrics
+from lld_jax import checkpoint, diagnostics, evaluate, guard, hf, metrics
 from lld_jax.batch import make_batch
+from lld_jax.phases import Thresholds
+from lld_jax.probes import make_nthr, make_probes
 from lld_jax.questions import question_of_draw
 from lld_jax.rollout import Sampling
 from lld_jax.update import loss_config, make_functions
@@ -41,6 +46,7 @@ def train(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
       ConfigError: the config cannot work, or `workdir` holds another or a finished run.
       Preempted: SIGTERM or Ctrl-C came; the finished steps are saved.
       Diverged: `optim.max_bad_steps` updates in a row had no finite gradient.
+      Collapsing: the run decays and `diagnostics.action` is 'stop'.
     """
     # ------------------------------------------------------------------ work folder
     workdir = examine(config, workdir)
@@ -56,6 +62,8 @@ def train(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
         claim(config, workdir)
         settings = loss_config(config)
         init, logps_fn, update_fn, weigh = make_functions(agent)
+        norms_fn, moved_fn = make_probes(agent)
+        nthr_fn = make_nthr(agent) if config.loss.negatives == "nthr" else None
         publish = agent_lib.publisher(agent)
         rows = agent.training.sharding(None, agent.training.batch)
         micro, updates = config.optim.micro_rows, config.optim.updates
@@ -71,19 +79,29 @@ def train(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
             )
         )
         start, info = 0, {"seconds": 0.0}
+        # The old policy of LLDS, where it is not the one that sampled.
+        lagged = {"anchor": reference} if config.llds.anchor else {}
         if checkpoint.latest_step(workdir / "checkpoints") is not None:
-            saved, info = checkpoint.restore(checkpoints, {"state": state, "step": 0})
-            state, start = saved["state"], saved["step"]
+            saved, info = checkpoint.restore(
+                checkpoints, {"state": state, "step": 0} | lagged
+            )
+            state, start = saved.pop("state"), saved.pop("step")
+            lagged = saved
         began -= info["seconds"]
+        thresholds, action = Thresholds(), config.diagnostics.action
+        watch = guard.Guard(settings.llds_coef)
+        if "guard" in info:
+            done = metrics.read(workdir / "metrics.jsonl")[:start]
+            watch = guard.from_json(info["guard"], done, action, thresholds)
         writer = stack.enter_context(metrics.MetricsWriter(workdir, start_step=start))
         bar = stack.enter_context(metrics.progress_bar(config.steps, start))
         stop = stack.enter_context(Stop())
 
         def save(metric: float | None = None) -> None:
             info["seconds"] = time.perf_counter() - began
-            checkpoint.save(
-                checkpoints, step, {"state": state, "step": step}, info, metric=metric
-            )
+            info["guard"] = guard.to_json(watch)
+            kept = {"state": state, "step": step} | lagged
+            checkpoint.save(checkpoints, step, kept, info, metric=metric)
 
         def score() -> dict[str, float]:
             total = sum(map(len, eval_sets.values())) * len(evaluate.MODES)
@@ -95,7 +113,7 @@ def train(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
                 )[0]
 
         for step in range(start, config.steps):
-            record: dict[str, float] = {}
+            record: dict[str, Any] = {}
             compiled_before = compiled.count
             try:
                 # ----------------------------------- evaluation of the last step
@@ -104,8 +122,16 @@ def train(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
                     if step == 0:
                         info["before"] = scores
                     save(metric=scores["eval/greedy/exact_match"])
-                elif _due(step, config.checkpoint.every):
+                elif _due(step, config.checkpoint.every) or watch.todo == "stop":
                     save()
+                if watch.todo == "stop":
+                    raise guard.Collapsing(watch.notice)
+                if watch.todo == "roll_back":
+                    checkpoints.wait()
+                    old = guard.target(watch, [c.step for c in checkpoints.checkpoints])
+                    target = {"state": state, "step": 0} | lagged
+                    state = checkpoint.restore(checkpoints, target, old)[0]["state"]
+                    watch = guard.rolled_back(watch, step)
 
                 # ------------------------------------------------------- rollouts
                 first = step * config.rollout.questions
@@ -129,6 +155,7 @@ def train(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
                 raise
             write_trajectories(workdir, step, trajectories)
             record |= diagnostics.of_rollout(trajectories, stats)
+            probe = _due(step, config.diagnostics.every)
 
             # ------------------------------- batch, weights, old and reference logps
             with timers.phase("logps"):
@@ -138,32 +165,40 @@ def train(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
                     token_bytes=agent.codec.token_bytes,
                     std=config.loss.advantage_std,
                 )
-                stacked = {
+                inputs = {
                     name: jax.device_put(x.reshape(n, micro, -1), rows)
                     for name, x in batch.items()
                 }
+                if nthr_fn:
+                    inputs["advantages"] = nthr_fn(state["params"], inputs)
+                scalars |= {"llds_coef": np.float32(watch.coef)}
                 # The first update needs no old logps: its own are the same numbers.
-                # Both calls see the same names: another tree would compile anew.
-                stacked |= {
-                    "old_logps": logps_fn(state["params"], stacked, each, n - each),
+                skip = 0 if probe else each
+                stacked = inputs | {
+                    "old_logps": logps_fn(state["params"], inputs, skip, n - skip),
                     "ref_logps": logps_fn(
-                        reference, stacked, 0, n if settings.kl else 0
+                        reference, inputs, 0, n if settings.kl else 0
                     ),
                 }
+                if lagged:
+                    if step % config.llds.anchor == 0:
+                        lagged = {"anchor": jax.tree.map(jnp.copy, state["params"])}
+                    stacked["anchor_logps"] = logps_fn(lagged["anchor"], inputs, 0, n)
                 jax.block_until_ready(stacked)
 
             # ----------------------------------------------------------------- updates
             with timers.phase("update"):
-                lr = config.optim.lr
+                lr = config.optim.lr * watch.lr_scale
                 if step < config.optim.warmup:
                     lr *= step / config.optim.warmup
                 outs = []
                 for j in range(updates):
                     part = {k: x[j * each : (j + 1) * each] for k, x in stacked.items()}
+                    args = part, weigh(part), scalars
+                    if probe and j == updates - 1:  # those that the weights moved from
+                        norms = norms_fn(state["params"], *args, each)
                     unmoved = j == 0 or lr == 0
-                    state, out = update_fn(
-                        state, part, weigh(part), scalars, lr, unmoved, each
-                    )
+                    state, out = update_fn(state, *args, lr, unmoved, each)
                     outs.append(out)
                 outs = jax.device_get(outs)
             if int(state["bad"]) >= config.optim.max_bad_steps:
@@ -175,8 +210,24 @@ def train(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
                     "optim.updates is the usual cure"
                 )
 
+            # -------------------------------------------------- displacement, phase
+            record |= diagnostics.of_updates(outs, settings, watch.coef)
+            record["optim/lr"] = lr
+            if probe:
+                with timers.phase("diagnostics"):
+                    new = logps_fn(state["params"], inputs, 0, n)
+                    moved = moved_fn(new, stacked["old_logps"], stacked["mask"])
+                    record |= diagnostics.of_displacement(
+                        trajectories,
+                        batch["advantages"][:, 0],
+                        *(x.reshape(-1) for x in jax.device_get(moved)),
+                    ) | {k: float(x) for k, x in norms.items()}
+            watch, phase = guard.observe(watch, step, record, action, thresholds)
+            record |= {"phase/name": phase.name, "phase/level": phase.level}
+            if watch.todo != "none":
+                bar.write(watch.notice, file=sys.stderr)
+
             # ----------------------------------------------------------------- metrics
-            record |= diagnostics.of_updates(outs, settings) | {"optim/lr": lr}
             record |= timers.collect()
             record |= diagnostics.speeds(record, int(batch["segments"].sum()))
             record["compile/count"] = compiled.count - compiled_before

@@ -4,6 +4,7 @@ Batches are stacked micro-batches `[n, m, T]` with m = `optim.micro_rows`. How m
 them count is a traced number, so a batch of another size needs no compilation.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from ml_collections import ConfigDict
 
-from lld_jax import logprobs, losses, model, parallel
+from lld_jax import logprobs, losses, model, parallel, signals
 from lld_jax.agent import Agent
 
 _QUERY_BLOCK = 64  # of attention on a CPU, where short blocks are fastest
@@ -35,31 +36,19 @@ def loss_config(config: ConfigDict) -> losses.LossConfig:
     )
 
 
-def make_functions(agent: Agent) -> tuple[Any, Any, Any, Any]:
-    """`init(params) -> state`, `logps_fn`, `update_fn`, `weigh`, jitted for the config.
+def forward_functions(agent: Agent) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """`hidden(params, micro)` and `score(hidden, head, micro) -> logps, entropy`.
 
-    `logps_fn(params, batch, start, count) -> [n, m, T]` float32: log-probs of micro-
-    batches `start .. start + count`; the others are left 0.
-
-    `weigh(batch) -> losses.Weights`, `[n, m, T]`: normalisers of an optimizer batch.
-
-    `update_fn(state, batch, weights, scalars, lr, unmoved, count)` -> (state, metrics):
-    one optimizer step on the first `count` micro-batches. A gradient that is not finite
-    changes nothing but the counter of bad steps.
+    `[m, T, D]` and `[m, T]`: of every training program. The numbers are the same in
+    all of them only since they are these.
     """
     config, layout = agent.config, agent.training
-    settings = loss_config(config)
-    optimizer = optax.chain(
-        optax.clip_by_global_norm(config.optim.clip),
-        optax.scale_by_adam(config.optim.b1, config.optim.b2),
-        optax.add_decayed_weights(config.optim.decay),
-    )
     on_cpu = layout.mesh.devices.flat[0].platform == "cpu"
     column = config.optim.micro_rows * agent.model.vocab // layout.size(layout.vocab)
     chunk = max(1, min(config.rollout.max_tokens, _LOGITS // column))
 
-    def forward(params, micro):
-        hidden = model.hidden_states(
+    def hidden(params, micro):
+        return model.hidden_states(
             agent.model,
             params,
             micro["ids"],
@@ -70,15 +59,45 @@ def make_functions(agent: Agent) -> tuple[Any, Any, Any, Any]:
             remat=not on_cpu,
             block=_QUERY_BLOCK if on_cpu else 512,
         )
+
+    def score(hidden, head, micro):
         return logprobs.token_logprobs(
             hidden,
-            model.head(params),
+            head,
             micro["ids"],
             temperature=config.rollout.temperature,
             valid_vocab=len(agent.codec.token_bytes),
             chunk=chunk,
             layout=layout,
         )
+
+    return hidden, score
+
+
+def make_functions(agent: Agent) -> tuple[Any, Any, Any, Any]:
+    """`init(params) -> state`, `logps_fn`, `update_fn`, `weigh`, jitted for the config.
+
+    `logps_fn(params, batch, start, count) -> [n, m, T]` float32: log-probs of micro-
+    batches `start .. start + count`; the others are left 0.
+
+    `weigh(batch) -> losses.Weights`, `[n, m, T]`: normalisers of an optimizer batch.
+
+    `update_fn(state, batch, weights, scalars, lr, unmoved, count)` -> (state, metrics):
+    one optimizer step on the first `count` micro-batches; `scalars` holds
+    `valid_searches`, and `llds_coef` if lambda is not the config's. A gradient that is
+    not finite changes nothing but the counter of bad steps.
+    """
+    config, layout = agent.config, agent.training
+    settings = loss_config(config)
+    hidden, score = forward_functions(agent)
+    optimizer = optax.chain(
+        optax.clip_by_global_norm(config.optim.clip),
+        optax.scale_by_adam(config.optim.b1, config.optim.b2),
+        optax.add_decayed_weights(config.optim.decay),
+    )
+
+    def forward(params, micro):
+        return score(hidden(params, micro), model.head(params), micro)
 
     def init(params):
         return {"params": params, "opt": optimizer.init(params), "bad": jnp.int32(0)}
@@ -97,8 +116,16 @@ def make_functions(agent: Agent) -> tuple[Any, Any, Any, Any]:
             loss, sums = losses.objective(
                 logps, entropy, micro | scalars, weights, settings, first=first
             )
+            if config.loss.nll:
+                right = (micro["mask"] > 0) & (micro["advantages"] > 0)
+                nll = -jnp.where(right, weights.tokens * logps, 0.0).sum()
+                loss += config.loss.nll * nll
             gap = jnp.abs(jax.lax.stop_gradient(logps) - micro["sampler_logps"])
-            return loss, sums | {"gap": jnp.where(micro["mask"] > 0, gap, 0.0).sum()}
+            seen = signals.of_tokens(
+                logps, micro | scalars, weights, settings, first=first
+            )
+            gap = jnp.where(micro["mask"] > 0, gap, 0.0).sum()
+            return loss, sums | seen | {"gap": gap}
 
         def one(i, carry):
             grads, sums = carry

@@ -99,7 +99,7 @@ def run_config(shared_config):
     """The config of `finished_run`."""
     config = copy.deepcopy(shared_config)
     config.steps = 5
-    config.eval.every = config.checkpoint.every = 2
+    config.eval.every = config.checkpoint.every = config.diagnostics.every = 2
     return config
 
 

@@ -4,6 +4,8 @@ import math
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lld_jax import diagnostics
 from lld_jax.losses import LossConfig
@@ -48,6 +50,7 @@ def test_of_rollout():
         "rollout/length": (14 + 10 + 5 + 7) / 4,
         "rollout/action_tokens": (5 + 6 + 1 + 2) / 4,
         "rollout/turns": 6 / 4,
+        "rollout/repeated_ngram": (2 + 5 + 0 + 0) / 4,
         "rollout/decoded": 30.0,
         "rollout/kept": 30.0,
         "rollout/occupancy": 0.6,
@@ -100,8 +103,16 @@ def sums(**changes):
         gap=0.02,
         norm=1.0,
         skipped=0,
+        by_action_tokens=np.array([[15, 5, 0, 0], [40, 0, 0, 0], [10, 10, 10, 10]]),
+        by_action_logp=np.array([[-6, -4, 0, 0], [-80, 0, 0, 0], [-30.0] * 4]),
+        seen_tokens=np.array([20, 0, 40]),
+        seen_displacement=np.array([-2.0, 0.0, -8.0]),
+        slope_policy=4.0,
+        slope_llds=1.0,
+        slope_both=-1.0,
+        ratios=np.eye(256)[128] * 100,
     )
-    return {k: np.float32(v) for k, v in (base | changes).items()}
+    return {k: np.asarray(v, np.float32) for k, v in (base | changes).items()}
 
 
 def test_of_updates_divides_by_its_own_denominators():
@@ -132,8 +143,21 @@ def test_of_updates_divides_by_its_own_denominators():
         "grad/norm_max": 3.0,
         "grad/skipped": 0.0,
         "batch/action_tokens": 400.0,
+        "lld/logp_correct_action1": -6 / 15,
+        "lld/logp_correct_action2": -4 / 5,
+        "lld/logp_zero_action1": -80 / 40,
+        "lld/logp_wrong_action4": -30 / 10,
+        "lld/seen_correct": -2 / 20,
+        "lld/seen_wrong": -8 / 40,
+        "grad/logps_policy": 2.0,
+        "grad/logps_llds": 1.0,
+        "grad/logps_cosine": -0.5,
+        "ratio/p95": 1.0,
     }
-    assert {k: found[k] for k in expected} == pytest.approx(expected, rel=1e-5)
+    # Of no token there is no mean.
+    assert not found.keys() & {"lld/logp_correct_action3", "lld/seen_zero"}
+    assert all(isinstance(value, float) for value in found.values())
+    assert {k: found[k] for k in expected} == pytest.approx(expected, rel=1e-4)
 
 
 def test_the_effective_lambda_follows_the_normalizer():
@@ -142,8 +166,9 @@ def test_the_effective_lambda_follows_the_normalizer():
 
 
 def test_empty_batches_and_sick_gradients():
-    zeros = {k: np.float32(0) for k in sums()}
+    zeros = {k: 0 * x for k, x in sums().items()}
     found = diagnostics.of_updates([zeros], LossConfig(llds_normalizer="all"))
+    assert (found.pop("ratio/p05"), found.pop("ratio/p95")) == (1.0, 1.0)
     assert set(found.values()) == {0.0}
     bad = sums(norm=math.nan, skipped=1)
     found = diagnostics.of_updates([sums(), bad], LossConfig())
@@ -156,3 +181,43 @@ def test_speeds():
     record |= {"time/logps": 0.5, "time/update": 1.5}
     found = diagnostics.speeds(record, 5000)
     assert found == {"tokens_per_s/rollout": 300.0, "tokens_per_s/train": 2500.0}
+
+
+def brute_force(ids):
+    n = len(ids)
+    grams = {k: [tuple(ids[i : i + k]) for i in range(n - k + 1)] for k in range(1, n)}
+    return max((k for k, g in grams.items() if len(set(g)) < len(g)), default=0)
+
+
+@given(
+    st.lists(st.integers(0, 2), max_size=40)
+    | st.lists(st.integers(0, 200_000), max_size=20)
+)
+def test_the_longest_repeat_against_all_ngrams(ids):
+    assert diagnostics.longest_repeat(ids) == brute_force(ids)
+
+
+def test_the_longest_repeat_of_a_loop():
+    assert diagnostics.longest_repeat([7, 8, 9] * 200) == 597
+    assert diagnostics.longest_repeat(list(range(1000))) == 0
+
+
+def test_of_displacement():
+    trajs = [make(0, 1.0, "answered", [3]), make(0, 0.0, "answered", [2])]
+    trajs += [make(1, 1.0, "answered", [4]), make(1, 1.0, "answered", [1])]
+    found = diagnostics.of_displacement(
+        trajs,
+        np.array([1.0, -1.0, 0.0, 0.0]),
+        np.array([-3.0, 1.0, 2.0, -1.0]),
+        np.array([3, 2, 4, 1]),
+    )
+    assert found == {
+        "lld/displacement_correct": -1.0,
+        "lld/displacement_zero": 1 / 5,
+        "lld/displacement_wrong": 0.5,
+        "lld/response_displacement": pytest.approx((-3 + 2 - 1) / 3),
+        "lld/questions_displaced": 0.5,
+    }
+    none = [make(0, 0.0, "answered", [3])]
+    empty = diagnostics.of_displacement(none, np.zeros(1), np.zeros(1), np.zeros(1))
+    assert empty == {}

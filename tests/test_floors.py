@@ -26,7 +26,11 @@ FLOORS = {
     "encoder": 1,
     "codec": 1,
     "overrides": 1,
-    "diagnostics": 1,
+    "signals": 1,
+    "phases": 0,
+    "nthr": 0,
+    "guard": 1,
+    "diagnostics": 2,
     "environment": 1,
     "questions": 1,
     "datasets": 1,
@@ -46,8 +50,9 @@ FLOORS = {
     "evaluate": 7,
     "update": 7,
     "report": 7,
-    "train": 8,
-    "main": 9,
+    "probes": 8,
+    "train": 9,
+    "main": 10,
 }
 # Libraries that only these modules may import.
 ONLY_IN = {

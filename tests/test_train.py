@@ -4,20 +4,24 @@ import copy
 import dataclasses
 import json
 import math
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny import ROOT
 
 from lld_jax import agent as agent_lib
 from lld_jax import (
     checkpoint,
+    guard,
     hf,
     logprobs,
     losses,
     metrics,
     model,
+    probes,
     train,
     update,
 )
@@ -30,7 +34,9 @@ from lld_jax.search import from_json
 NAMES = """
 batch/action_tokens compile/count end/answered end/context end/invalid end/turns
 grad/norm grad/norm_max grad/skipped lld/drop lld/logp_correct lld/logp_wrong
-lld/logp_zero llds/effective_lambda llds/open_gates llds/penalised llds/preserved
+lld/logp_zero grad/logps_cosine grad/logps_llds grad/logps_policy phase/level
+phase/name ratio/p05 ratio/p95 rollout/repeated_ngram llds/effective_lambda
+llds/open_gates llds/penalised llds/preserved
 loss/kl loss/llds loss/policy loss/total optim/lr policy/entropy policy/kl
 policy/sampler_gap ratio/clipped ratio/max ratio/mean reward/mean reward/mixed
 rollout/action_tokens rollout/decoded rollout/invalid_actions rollout/kept
@@ -52,7 +58,7 @@ def test_each_step_stands_once_with_every_name(lines):
     assert [line["step"] for line in lines] == [0, 1, 2, 3, 4, 5]
     for line in lines[:-1]:
         assert set(NAMES) <= line.keys(), set(NAMES) - line.keys()
-        numbers = [v for k, v in line.items() if k != "step"]
+        numbers = [v for k, v in line.items() if k not in ("step", "phase/name")]
         assert all(isinstance(v, int | float) and math.isfinite(v) for v in numbers)
     evaluated = [line["step"] for line in lines if "eval/greedy/exact_match" in line]
     assert evaluated == [0, 2, 4, 5]
@@ -71,6 +77,33 @@ def test_the_learning_rate_warms_up_over_steps(lines, run_config):
     # At rate 0 the second update finds the policy where it was; later ones do not.
     assert lines[0]["ratio/max"] == pytest.approx(1.0, abs=1e-6)
     assert lines[1]["ratio/max"] > 1.001 and lines[1]["llds/open_gates"] > 0
+
+
+def test_every_name_is_documented(lines):
+    """`METRICS.md` has a row for each; `<x>` in it stands for any text."""
+    rows = re.findall(r"^\| `(.+?)` \|", (ROOT / "METRICS.md").read_text(), re.M)
+    legal = [re.sub("<.+?>", ".+", re.escape(row)) for row in rows]
+    for name in {name for line in lines for name in line}:
+        assert any(re.fullmatch(pattern, name) for pattern in legal), name
+    found = {name for line in lines for name in line}
+    rare = ("lld/response", "lld/questions", "lld/displacement", "lld/seen")
+    for row, pattern in zip(rows, legal, strict=True):
+        if not row.startswith(rare):
+            assert any(re.fullmatch(pattern, name) for name in found), row
+
+
+def test_what_is_costly_is_measured_now_and_then(lines, run_config):
+    assert run_config.diagnostics.every == 2
+    names = {"lld/displacement_wrong", "grad/policy", "grad/llds", "grad/cosine"}
+    for line in lines[:-1]:
+        found = {name for name in names if name in line}
+        assert found == (names if line["step"] % 2 == 0 else set())
+        assert ("time/diagnostics" in line) == (line["step"] % 2 == 0)
+    # At rate 0 nothing moves: not by a bit.
+    assert lines[0]["lld/displacement_wrong"] == lines[0]["grad/llds"] == 0
+    assert lines[2]["lld/displacement_wrong"] != 0 and lines[2]["grad/llds"] > 0
+    assert all(line["grad/policy"] > 0 for line in lines[:-1:2])
+    assert all(line["phase/name"] == "healthy" for line in lines[:-1])
 
 
 def test_the_batches_teach(lines):
@@ -292,6 +325,7 @@ def test_the_size_of_micro_batches_changes_nothing(agent, params, batch, updated
     other = two_updates(update.make_functions(agent), params, batch, 6)
     for (state, sums), (wanted, expected) in zip(other, updated, strict=True):
         small = {"gap": 1e-4, "loss_llds": 1e-5, "drop": 1e-3}
+        small |= {"seen_displacement": 1e-3, "ratios": 2}  # across the bound of a bin
         for name, value in expected.items():
             tolerance = small.get(name, 1e-5)
             assert sums[name] == pytest.approx(value, rel=1e-4, abs=tolerance), name
@@ -342,6 +376,31 @@ def test_a_gradient_that_is_not_finite_changes_nothing(functions, params, batch)
     assert int(state["opt"][1].count) == 1
 
 
+def test_norms_of_the_two_gradients(agent, functions, params, batch):
+    """Together they are the gradient of an update without KL and entropy."""
+    config = copy.deepcopy(agent.config)
+    config.loss.kl = config.loss.entropy = 0.0
+    plain = dataclasses.replace(agent, config=config)
+    norms_fn, moved_fn = probes.make_probes(plain)
+    init, logps_fn, update_fn, weigh = update.make_functions(plain)
+    stacked = stack(batch, 3)
+    logps = logps_fn(params, stacked, 0, 4)
+    noise = np.random.default_rng(0).normal(0, 0.1, logps.shape).astype(np.float32)
+    stacked |= {"old_logps": logps + noise, "ref_logps": logps}
+    weights = weigh(stacked)
+    found = norms_fn(params, stacked, weights, batch[1], 4)
+    a, b, cosine = (float(found[f"grad/{x}"]) for x in ("policy", "llds", "cosine"))
+    state = init(jax.tree.map(jnp.copy, params))
+    _, sums = update_fn(state, stacked, weights, batch[1], 0.0, False, 4)
+    both = math.sqrt(a**2 + b**2 + 2 * a * b * cosine)
+    assert both == pytest.approx(float(sums["norm"]), rel=1e-4)
+    assert a > 0 and b > 0 and -1 < cosine < 1
+    moved, tokens = moved_fn(logps, stacked["old_logps"], stacked["mask"])
+    wanted = np.where(stacked["mask"] > 0, -noise, 0).sum(-1)
+    np.testing.assert_allclose(moved, wanted, atol=1e-5)
+    np.testing.assert_array_equal(tokens, stacked["mask"].sum(-1))
+
+
 def test_logps_of_some_micro_batches(functions, params, batch):
     _, logps_fn, *_ = functions
     stacked = stack(batch, 3)
@@ -378,3 +437,108 @@ def test_agent_errors_name_the_field(config):
     config.retrieval.index, config.retrieval.url = "", "http://localhost:8000"
     with pytest.raises(ConfigError, match="retrieval.url"):
         agent_lib.open_agent(config)
+
+
+# --------------------------------------------------------------- what the guard does
+
+
+def break_at(monkeypatch, step: int):
+    """The run fails right after it wrote the metrics of a step."""
+    write = metrics.MetricsWriter.write
+
+    def broken(self, at, record):
+        write(self, at, record)
+        if at == step:
+            raise OSError("the disk is full")
+
+    monkeypatch.setattr(metrics.MetricsWriter, "write", broken)
+
+
+def alarm(monkeypatch, at: int, todo: str):
+    """The guard finds at the end of step `at` that something is to be done."""
+    real = guard.observe
+
+    def observe(watch, step, *rest):
+        watch, phase = real(watch, step, *rest)
+        if step == at:
+            coef = 0.7 if todo == "raise_lambda" else watch.coef
+            watch = dataclasses.replace(watch, todo=todo, coef=coef, notice="an alarm")
+        return watch, phase
+
+    monkeypatch.setattr(guard, "observe", observe)
+
+
+def test_a_run_that_decays_can_stop(config, tmp_path, monkeypatch):
+    config.diagnostics.action, config.eval.limit = "stop", 1
+    config.steps, config.eval.every, config.checkpoint.every = 4, 0, 0
+    with monkeypatch.context() as patched:
+        alarm(patched, 1, "stop")
+        with pytest.raises(guard.Collapsing, match="an alarm"):
+            train.train(config, tmp_path / "run")
+    assert checkpoint.latest_step(tmp_path / "run" / "checkpoints") == 2
+    with pytest.raises(guard.Collapsing):  # the reason is still there
+        train.train(config, tmp_path / "run")
+    config.diagnostics.action = "warn"  # the same run goes on
+    train.train(config, tmp_path / "run")
+    lines = metrics.read(tmp_path / "run" / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
+
+
+def test_lambda_is_raised_without_compiling(config, tmp_path, monkeypatch):
+    config.diagnostics.action, config.eval.limit = "raise_lambda", 1
+    config.steps, config.eval.every, config.checkpoint.every = 3, 0, 0
+    config.llds.normalizer = "preserved"
+    alarm(monkeypatch, 1, "raise_lambda")
+    train.train(config, tmp_path / "run")
+    lines = metrics.read(tmp_path / "run" / "metrics.jsonl")[:-1]
+    coefs = [line["llds/effective_lambda"] for line in lines]
+    assert coefs == pytest.approx([config.llds.coef] * 2 + [0.7])
+    assert [line["compile/count"] for line in lines[1:]] == [0, 0]
+
+
+def test_an_anchor_that_lags_behind(config, tmp_path):
+    """LLDS acts from the first update on, and a run that is cut in two is the same."""
+    config.llds.anchor, config.llds.normalizer = 2, "preserved"
+    config.optim.updates, config.optim.warmup, config.optim.micro_rows = 1, 0, 4
+    config.eval.every, config.checkpoint.every = 0, 1
+    config.eval.limit, config.steps = 1, 4
+    train.train(config, tmp_path / "whole")
+    with pytest.MonkeyPatch.context() as patched:
+        break_at(patched, 3)
+        with pytest.raises(OSError, match="full"):
+            train.train(config, tmp_path / "cut")
+    train.train(config, tmp_path / "cut")
+    whole, again = (
+        metrics.read(tmp_path / name / "metrics.jsonl")[:4] for name in ("whole", "cut")
+    )
+    gates = [line["llds/open_gates"] for line in whole]
+    assert gates[0] == gates[2] == 0 and gates[1] > 0 and gates[3] > 0
+    assert gates == [line["llds/open_gates"] for line in again]
+    assert whole[3]["loss/llds"] == again[3]["loss/llds"] > 0
+
+
+@pytest.mark.parametrize("killed", [2, 3])
+def test_a_run_goes_back_to_healthy_weights(config, tmp_path, monkeypatch, killed):
+    """At half the rate, on the draws to come; killed before or after that as well."""
+    config.diagnostics.action, config.eval.limit = "roll_back", 1
+    config.steps, config.eval.every, config.checkpoint.every = 5, 0, 1
+    config.checkpoint.keep, config.optim.warmup = 4, 0
+    alarm(monkeypatch, 2, "roll_back")
+    monkeypatch.setattr(guard, "target", lambda watch, saved: 1)
+    train.train(config, tmp_path / "whole")
+    with monkeypatch.context() as patched:
+        break_at(patched, killed)
+        with pytest.raises(OSError, match="full"):
+            train.train(config, tmp_path / "killed")
+    train.train(config, tmp_path / "killed")
+    whole, again = (
+        metrics.read(tmp_path / name / "metrics.jsonl") for name in ("whole", "killed")
+    )
+    assert [line["step"] for line in again] == [0, 1, 2, 3, 4, 5]
+    lr = config.optim.lr
+    assert [line["optim/lr"] for line in whole[:-1]] == [lr, lr, lr, lr / 2, lr / 2]
+    # The weights of step 1 again: nearer to where it began.
+    assert whole[3]["policy/kl"] < whole[2]["policy/kl"]
+    for name in ("optim/lr", "policy/kl", "lld/logp_wrong", "reward/mean"):
+        a, b = ([line[name] for line in lines[:-1]] for lines in (whole, again))
+        assert a == b, name

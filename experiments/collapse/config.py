@@ -1,0 +1,75 @@
+"""The collapse in small: one-hop questions, short rows, many updates a batch.
+
+Paper: arXiv 2512.04220. Everything is as in `configs/tiny.py`, but for what is below:
+questions whose answer is a name on one page, one search, rows of 180 tokens; 10 updates
+a rollout batch, as in the paper, of five trajectories each.
+Command: python -m experiments.collapse.run --settings=grpo,llds --seeds=0,1,2,3,4
+One run: python -m lld_jax.main --config=experiments/collapse/config.py:grpo
+"""
+
+from ml_collections import ConfigDict
+
+from configs import tiny
+from lld_jax import overrides
+from lld_jax.config import ConfigError
+
+# What a setting changes. All but the `llds` ones are plain GRPO with something else.
+PLAIN = {"llds.coef": 0.0}
+SETTINGS: dict[str, dict[str, object]] = {
+    "grpo": PLAIN,
+    "llds": {},
+    # Rivals at equal compute: a smaller step, a shorter leash, a wider clip.
+    "half_lr": PLAIN | {"optim.lr": 2.5e-4},
+    "quarter_lr": PLAIN | {"optim.lr": 1.25e-4},
+    "kl10": PLAIN | {"loss.kl": 0.01},
+    "half_updates": PLAIN | {"optim.updates": 5},
+    "one_update": PLAIN | {"optim.updates": 1},
+    "clip_higher": PLAIN | {"loss.clip_high": 0.28},
+    "nll": PLAIN | {"loss.nll": 0.1},
+    "nthr": PLAIN | {"loss.negatives": "nthr"},
+    "gspo": PLAIN | {"loss.policy": "gspo"},
+    # Ablations.
+    "llds_token": {"llds.gate": "token"},
+    "llds_response": {"llds.gate": "response"},
+    "llds_anchor": {"llds.anchor": 5},
+    "llds_half_updates": {"optim.updates": 5},
+    "llds_one_update": {"optim.updates": 1},
+    "llds_gspo": {"loss.policy": "gspo"},
+    "llds_ma_paper": {"llds.answer": "paper"},
+    "llds_ma_authors": {"llds.answer": "authors"},
+    "llds_ma_zero": {"llds.answer": "constant", "llds.answer_weight": 0.0},
+} | {
+    f"llds_{normalizer}_{coef:g}": {"llds.normalizer": normalizer, "llds.coef": coef}
+    for normalizer in ("preserved", "all")
+    for coef in (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
+}
+
+
+def get_config(arg: str = "llds") -> ConfigDict:
+    """The config of a setting, the key of SETTINGS that `arg` names."""
+    if arg not in SETTINGS:
+        raise ConfigError(f"setting {arg!r}: legal are {', '.join(SETTINGS)}")
+    config = tiny.get_config()
+    config.steps = 200
+    config.questions.train = ("data/collapse/train.jsonl",)
+    config.questions.eval = ("data/collapse/held_out.jsonl",)
+    config.rollout.questions = 10
+    config.rollout.slots = 50
+    config.rollout.max_turns = 1
+    config.rollout.max_prompt = 60
+    config.rollout.max_action = 20
+    config.rollout.max_tokens = 180
+    config.llds.normalizer = "preserved"
+    config.optim.lr = 5e-4
+    config.optim.warmup = 5
+    config.optim.updates = 10
+    config.optim.micro_rows = 5
+    config.eval.every = 50
+    config.eval.max_turns = 1
+    config.eval.limit = 200
+    config.checkpoint.every = 50
+    config.diagnostics.every = 10
+    config.diagnostics.action = "none"
+    for field, value in SETTINGS[arg].items():
+        overrides.set_field(config, field, str(value))
+    return config

@@ -1,0 +1,100 @@
+"""The runner of the collapse experiment: its settings, its files, its processes."""
+
+import csv
+import json
+import os
+import sys
+
+import pytest
+
+from experiments.collapse import run
+from experiments.collapse.config import SETTINGS, get_config
+from lld_jax import config as config_lib
+from lld_jax import metrics
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_every_setting_is_a_legal_config(setting, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("train", "held_out"):
+        path = tmp_path / run.DATA / f"{name}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    config = get_config(setting)
+    config_lib.check(config, devices=1)
+    plain = get_config("grpo")
+    changed = set(config_lib.diff(plain, config))
+    expected = set(SETTINGS[setting]) | (set() if "grpo" in setting else {"llds.coef"})
+    # Values that are the default already do not differ.
+    assert changed <= expected
+    assert (config.llds.coef > 0) == setting.startswith("llds")
+    assert setting == "grpo" or changed
+
+
+def test_an_unknown_setting_is_named():
+    with pytest.raises(config_lib.ConfigError, match="'grpq': legal are grpo, llds"):
+        get_config("grpq")
+    with pytest.raises(SystemExit):
+        run.parse(["--settings=grpo,grpq"])
+
+
+def test_questions_are_one_hop_names(tmp_path, monkeypatch):
+    monkeypatch.setattr(run.questions, "prepare_world", lambda *args, **kwargs: None)
+    run.prepare(tmp_path)
+    for name in ("train", "held_out"):
+        rows = [json.loads(x) for x in (tmp_path / f"{name}.jsonl").open()]
+        assert len(rows) > 80
+        answers = [row["golden_answers"][0] for row in rows]
+        assert all(a[0].isupper() and not any(c.isdigit() for c in a) for a in answers)
+
+
+def test_raw_metrics_leave_what_is_missing_empty(tmp_path):
+    with metrics.MetricsWriter(tmp_path, tensorboard=False) as writer:
+        writer.write(0, {"reward/mean": 0.123456, "grad/norm": float("inf")})
+        writer.write(1, {"eval/greedy/exact_match": 0.5})
+    assert run.write_raw(tmp_path, tmp_path / "raw/grpo-0.csv") == 2
+    first, second = csv.DictReader((tmp_path / "raw/grpo-0.csv").open())
+    assert first["step"] == "0" and first["reward"] == "0.1235"
+    assert first["grad_norm"] == "inf" and first["greedy"] == ""
+    assert second["greedy"] == "0.5" and second["reward"] == ""
+    assert list(first) == ["step", *run.COLUMNS]
+    assert run.write_raw(tmp_path / "none", tmp_path / "raw/llds-0.csv") == 0
+
+
+def test_runs_go_side_by_side_and_failures_are_told(tmp_path, monkeypatch):
+    """A stand-in for the trainer that writes when it ran, and fails for one seed."""
+    script = (
+        "import sys, time, pathlib\n"
+        "setting, seed, workdir = sys.argv[1:4]\n"
+        "began = time.monotonic()\n"
+        "time.sleep(0.5)\n"
+        "cores = __import__('os').sched_getaffinity(0)\n"
+        "pathlib.Path(workdir).mkdir()\n"
+        "(pathlib.Path(workdir) / 'ran').write_text(\n"
+        "    f'{began} {time.monotonic()} {len(cores)}')\n"
+        "sys.exit(seed == '1')\n"
+    )
+
+    def command(setting, seed, workdir, extra):
+        return [sys.executable, "-c", script, setting, str(seed), str(workdir)]
+
+    monkeypatch.setattr(run, "command", command)
+    todo = [("grpo", 0), ("llds", 0), ("grpo", 1)]
+    ended = list(run.run_all(todo, tmp_path, 2, []))
+    assert sorted(ended) == [("grpo", 0, 0), ("grpo", 1, 1), ("llds", 0, 0)]
+    times = {}
+    for setting, seed in todo:
+        text = (tmp_path / f"{setting}-{seed}" / "ran").read_text().split()
+        times[setting, seed] = float(text[0]), float(text[1])
+        if len(os.sched_getaffinity(0)) >= 2:
+            assert text[2] == "1"
+    # The first two overlap; the third one waited for a slot.
+    assert times["llds", 0][0] < times["grpo", 0][1]
+    assert times["grpo", 1][0] > min(times["grpo", 0][1], times["llds", 0][1])
+
+
+def test_the_command_names_setting_seed_and_folder(tmp_path):
+    line = run.command("kl10", 3, tmp_path, ["--config.steps=2"])
+    assert line[1:3] == ["-m", "lld_jax.main"]
+    assert line[3].endswith("experiments/collapse/config.py:kl10")
+    assert line[4:] == [f"--workdir={tmp_path}", "--config.seed=3", "--config.steps=2"]
