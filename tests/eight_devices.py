@@ -112,7 +112,12 @@ def one_update(config, made=None):
         init(params), stacked, weigh(stacked), scalars, 0.01, False, n
     )
     assert state["params"]["head"].sharding.spec == parallel.P(parallel.AXES, None)
-    metrics = {name: float(value) for name, value in metrics.items()}
+    metrics["ratios"] = metrics["ratios"].sum()  # one may lie on the bound of a bin
+    metrics = {
+        name + "".join(map(str, at)): float(x)
+        for name, value in metrics.items()
+        for at, x in np.ndenumerate(value)
+    }
     return own, np.asarray(logps), metrics, state["opt"][1].mu
 
 
