@@ -10,7 +10,7 @@ goes the way of the big runs: the policy is a Hugging Face folder, the corpus ha
 rows of wiki-18, the questions come through a TFDS builder. The world, its index and
 its questions are made below `data_dir` on the first run.
 
-Expected: 40 steps in about 4 minutes on 2 CPU cores and 2 GiB; exact match on the 400
+Expected: 40 steps in 4 to 5 minutes on 2 CPU cores and 2 GiB; exact match on the 400
 validation questions rises from .225 to .61 greedy and from .13 to .52 sampled, and a
 two-hop question takes 2 searches.
 """
