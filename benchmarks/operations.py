@@ -2,8 +2,10 @@
 
     python -m benchmarks.operations [--shapes=tiny,0.2b] [--json=FILE] [--quick]
 
-All slots hold a conversation of the same length. An operation's time comes from the
-profilers of XLA and of torch; the kinds are scaled to what the call takes without a
+All slots hold a conversation of the same length. What is read are its last 128 tokens
+in four slots (ours), or all of it in every row (transformers reads it again at each
+turn; its attention sees half as many keys on average). An operation's time comes from
+the profilers of XLA and of torch; the kinds are scaled to what the call takes without a
 profiler. Beside them stands what two cores can do at most: bytes read and products of a
 large matrix in a second.
 """

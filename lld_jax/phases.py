@@ -67,7 +67,6 @@ _START = 3  # steps whose mean reward is the start
 _SERIES = {
     "reward": "reward/mean",
     "logp": "lld/logp_correct",
-    "seen": "lld/seen_correct",
     "gradient": "grad/norm",
     "entropy": "policy/entropy",
     "repeated": "rollout/repeated_ngram",

@@ -93,6 +93,12 @@ def test_runs_go_side_by_side_and_failures_are_told(tmp_path, monkeypatch):
     assert times["grpo", 1][0] > min(times["grpo", 0][1], times["llds", 0][1])
 
 
+@pytest.mark.parametrize("jobs", ["0", "-1", "two"])
+def test_no_job_at_a_time_would_wait_for_ever(jobs):
+    with pytest.raises(SystemExit):
+        run.parse([f"--jobs={jobs}"])
+
+
 def test_the_command_names_setting_seed_and_folder(tmp_path):
     line = run.command("kl10", 3, tmp_path, ["--config.steps=2"])
     assert line[1:3] == ["-m", "lld_jax.main"]

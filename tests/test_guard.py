@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from lld_jax import config as config_lib
 from lld_jax import guard
 from lld_jax.phases import Thresholds
 
@@ -86,6 +87,12 @@ def test_a_killed_run_decides_the_same(action, killed):
         watch, a = guard.observe(watch, step, record, action, LIMITS)
         again, b = guard.observe(again, step, record, action, LIMITS)
         assert (watch, a) == (again, b)
+
+
+def test_a_config_may_name_each_action():
+    rule = config_lib.FIELDS["diagnostics.action"]
+    assert all(rule.holds(action) for action in guard.ACTIONS)
+    assert rule.legal.count("'") == 2 * len(guard.ACTIONS)
 
 
 def test_what_was_to_be_done_is_dropped_if_the_action_is_another_one():

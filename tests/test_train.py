@@ -401,6 +401,25 @@ def test_norms_of_the_two_gradients(agent, functions, params, batch):
     np.testing.assert_array_equal(tokens, stacked["mask"].sum(-1))
 
 
+def test_nll_is_of_correct_trajectories_alone(agent, params, batch):
+    """On policy, with advantages of 1 and 0, it has the surrogate's own gradient."""
+    norms = []
+    for coef in (0.0, 1.0):
+        config = copy.deepcopy(agent.config)
+        config.loss.kl, config.loss.entropy, config.loss.nll = 0.0, 0.0, coef
+        other = dataclasses.replace(agent, config=config)
+        init, logps_fn, update_fn, weigh = update.make_functions(other)
+        stacked = stack(batch, 3)
+        stacked["advantages"] = np.where(stacked["advantages"] > 0, 1.0, 0.0)
+        logps = logps_fn(params, stacked, 0, 4)
+        stacked |= {"old_logps": logps, "ref_logps": logps}
+        state = init(jax.tree.map(jnp.copy, params))
+        weights = weigh(stacked)
+        _, sums = update_fn(state, stacked, weights, batch[1], 0.0, True, 4)
+        norms.append(float(sums["norm"]))
+    assert norms[0] > 0 and norms[1] == pytest.approx(2 * norms[0], rel=1e-4)
+
+
 def test_logps_of_some_micro_batches(functions, params, batch):
     _, logps_fn, *_ = functions
     stacked = stack(batch, 3)

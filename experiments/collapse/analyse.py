@@ -33,31 +33,14 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from scipy import stats
 
+from experiments.collapse import columns
+
 RAW = Path(__file__).with_name("raw")
 BASE = "grpo"
-# Columns that a raw file has to have, and their names in metrics.jsonl.
-METRICS = {
-    "reward": "reward/mean",
-    "logp_correct": "lld/logp_correct",
-    "logp_zero": "lld/logp_zero",
-    "logp_wrong": "lld/logp_wrong",
-    "seen_correct": "lld/seen_correct",
-    "displacement_correct": "lld/displacement_correct",
-    "open_gates": "llds/open_gates",
-    "penalised": "llds/penalised",
-    "grad_norm": "grad/norm",
-    "grad_norm_max": "grad/norm_max",
-    "entropy": "policy/entropy",
-    "kl": "policy/kl",
-    "ratio_p95": "ratio/p95",
-    "ratio_max": "ratio/max",
-    "clipped": "ratio/clipped",
-    "searches": "rollout/searches",
-    "length": "rollout/length",
-    "repeated": "rollout/repeated_ngram",
-    "answered": "end/answered",
-}
-COLUMNS = ("step", *METRICS, "greedy", "sampled")
+EVALUATED = ("greedy", "sampled")  # at some steps, and on the last line
+# What a training step has measured itself: column -> name in metrics.jsonl.
+METRICS = {k: v for k, v in columns.COLUMNS.items() if k not in EVALUATED}
+COLUMNS = ("step", *METRICS, *EVALUATED)  # that a raw file has to have
 PEAK_STEPS, COLLAPSED_STEPS, START_STEPS = 10, 20, 3
 WARNINGS = ("decay", "collapse")
 
@@ -463,7 +446,11 @@ def main() -> None:
     parser.add_argument("--raw", type=Path, default=RAW)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    runs = [judge(*key, series) for key, series in read_runs(args.raw).items()]
+    try:
+        found = read_runs(args.raw)
+    except ValueError as error:
+        parser.error(f"--raw: {error}")
+    runs = [judge(*key, series) for key, series in found.items()]
     names = settings_of(runs)
     rows = [row_of(name, runs) for name in names]
     differences = {name: paired(runs, name) for name in names if name != BASE}

@@ -5,6 +5,7 @@ questions whose answer is a name on one page, one search, rows of 180 tokens; 10
 a rollout batch, as in the paper, of five trajectories each.
 Command: python -m experiments.collapse.run --settings=grpo,llds --seeds=0,1,2,3,4
 One run: python -m lld_jax.main --config=experiments/collapse/config.py:grpo
+(once the first command has written the questions).
 """
 
 from ml_collections import ConfigDict

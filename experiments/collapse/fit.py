@@ -106,7 +106,10 @@ def main() -> None:
     parser.add_argument("--raw", type=Path, default=RAW)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    runs = read_runs(args.raw)
+    try:
+        runs = read_runs(args.raw)
+    except ValueError as error:
+        parser.error(f"--raw: {error}")
     mine = {key: series for key, series in runs.items() if key[1] in args.fit}
     others = {key: series for key, series in runs.items() if key[1] not in args.fit}
     if not mine or not others:

@@ -254,7 +254,10 @@ def main() -> None:
         "--out", type=Path, default=Path("experiments/collapse/collapse.png")
     )
     args = parser.parse_args()
-    runs = analyse.read_runs(args.raw)
+    try:
+        runs = analyse.read_runs(args.raw)
+    except ValueError as error:
+        parser.error(f"--raw: {error}")
     draw(runs, args.settings.split(","), args.out)
     judged = [analyse.judge(*key, series) for key, series in runs.items()]
     draw_settings(judged, args.out.with_name("settings.png"))

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from experiments.collapse.columns import COLUMNS
 from experiments.collapse.config import SETTINGS, get_config
 from lld_jax import metrics, questions, world
 
@@ -29,38 +30,6 @@ ROOT = Path(__file__).parents[2]
 RAW = Path(__file__).parent / "raw"
 DATA = Path("data/collapse")
 HELD_OUT = 200
-# Column of the raw files -> name in metrics.jsonl.
-COLUMNS = {
-    "reward": "reward/mean",
-    "mixed": "reward/mixed",
-    "logp_correct": "lld/logp_correct",
-    "logp_zero": "lld/logp_zero",
-    "logp_wrong": "lld/logp_wrong",
-    "seen_correct": "lld/seen_correct",
-    "seen_wrong": "lld/seen_wrong",
-    "displacement_correct": "lld/displacement_correct",
-    "questions_displaced": "lld/questions_displaced",
-    "open_gates": "llds/open_gates",
-    "penalised": "llds/penalised",
-    "effective_lambda": "llds/effective_lambda",
-    "grad_norm": "grad/norm",
-    "grad_norm_max": "grad/norm_max",
-    "grad_policy": "grad/policy",
-    "grad_llds": "grad/llds",
-    "entropy": "policy/entropy",
-    "kl": "policy/kl",
-    "ratio_p95": "ratio/p95",
-    "ratio_max": "ratio/max",
-    "clipped": "ratio/clipped",
-    "searches": "rollout/searches",
-    "length": "rollout/length",
-    "repeated": "rollout/repeated_ngram",
-    "answered": "end/answered",
-    "phase": "phase/level",
-    "greedy": "eval/greedy/exact_match",
-    "sampled": "eval/sampled/exact_match",
-    "seconds": "time/update",
-}
 
 
 def prepare(folder: Path) -> None:
@@ -160,6 +129,8 @@ def run_all(
     finally:
         for process in live:  # they save what they have
             process.terminate()
+        for process in live:
+            process.wait()
 
 
 def main(args: argparse.Namespace) -> int:
@@ -194,6 +165,12 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
             )
         return names
 
+    def jobs(text: str) -> int:
+        number = int(text) if text.isdecimal() else 0
+        if not number:
+            raise argparse.ArgumentTypeError(f"{text!r}; legal: 1 or more")
+        return number
+
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--settings", type=settings, default=["grpo", "llds"])
     parser.add_argument(
@@ -201,7 +178,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         type=lambda text: [int(seed) for seed in text.split(",")],
         default=[0, 1, 2, 3, 4],
     )
-    parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
+    parser.add_argument("--jobs", type=jobs, default=2, help="runs at a time")
     parser.add_argument("--quick", action="store_true", help="2 seeds of 60 steps")
     parser.add_argument("--runs", type=Path, default=ROOT / "runs/collapse")
     parser.add_argument("--raw", type=Path, default=RAW)

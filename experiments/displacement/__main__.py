@@ -103,6 +103,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             f"--settings: {needs[0]!r} needs llds.coef above 0, but {args.config!r} "
             "has 0"
         )
+    if config.loss.negatives != "all":
+        raise ConfigError(
+            f"loss.negatives: {config.loss.negatives!r} has no part in this study; "
+            "legal is 'all'"
+        )
     config = study.fit_config(
         config,
         questions=min(args.questions, _QUICK) if args.quick else args.questions,
