@@ -1,16 +1,19 @@
 """The runner of the collapse experiment: its settings, its files, its processes."""
 
+import collections
 import csv
 import json
 import os
 import sys
 
+import jax
+import numpy as np
 import pytest
 
-from experiments.collapse import run
+from experiments.collapse import run, start
 from experiments.collapse.config import SETTINGS, get_config
 from lld_jax import config as config_lib
-from lld_jax import metrics
+from lld_jax import hf, metrics
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -20,6 +23,7 @@ def test_every_setting_is_a_legal_config(setting, tmp_path, monkeypatch):
         path = tmp_path / run.DATA / f"{name}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
+    (tmp_path / run.DATA / "start").symlink_to(start.SOURCE)
     config = get_config(setting)
     config_lib.check(config, devices=1)
     plain = get_config("grpo")
@@ -40,12 +44,41 @@ def test_an_unknown_setting_is_named():
 
 def test_questions_are_one_hop_names(tmp_path, monkeypatch):
     monkeypatch.setattr(run.questions, "prepare_world", lambda *args, **kwargs: None)
+    written = []
+    monkeypatch.setattr(start, "write", lambda out: (written.append(out), out.mkdir()))
     run.prepare(tmp_path)
+    run.prepare(tmp_path)
+    assert written == [tmp_path / "start"]  # once
     for name in ("train", "held_out"):
         rows = [json.loads(x) for x in (tmp_path / f"{name}.jsonl").open()]
         assert len(rows) > 80
         answers = [row["golden_answers"][0] for row in rows]
         assert all(a[0].isupper() and not any(c.isdigit() for c in a) for a in answers)
+
+
+def test_the_start_is_the_tiny_policy_with_another_habit(tmp_path, monkeypatch):
+    monkeypatch.setattr(start, "DEMOS", 400)
+    shown = []
+    demonstrate = start.demonstrate
+
+    def watched(*args, **kwargs):
+        shown.extend(demonstrate(*args, **kwargs))
+        return shown
+
+    monkeypatch.setattr(start, "demonstrate", watched)
+    start.write(tmp_path / "start", worlds=1, steps=1)
+    counts = collections.Counter(demo.behaviour for demo in shown)
+    assert set(counts) == set(start.HABIT) and len(shown) == 400
+    for behaviour, share in start.HABIT.items():
+        assert counts[behaviour] / 400 == pytest.approx(share, abs=0.08)
+    # A whole demonstration fits the rows of the runs.
+    assert max(len(d.ids) for d in shown) <= get_config("grpo").rollout.max_tokens
+    old, new = (
+        hf.load(path, hf.read_config(path))
+        for path in (start.SOURCE, tmp_path / "start")
+    )
+    moved = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), old, new)
+    assert 0 < max(jax.tree.leaves(moved)) < 1e-3  # one step of Adam at 5e-4
 
 
 def test_raw_metrics_leave_what_is_missing_empty(tmp_path):

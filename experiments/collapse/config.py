@@ -1,8 +1,10 @@
 """The collapse in small: one-hop questions, short rows, many updates a batch.
 
 Paper: arXiv 2512.04220. Everything is as in `configs/tiny.py`, but for what is below:
-questions whose answer is a name on one page, one search, rows of 180 tokens; 10 updates
-a rollout batch, as in the paper, of five trajectories each.
+a start with a wrong habit (`start.py`), questions whose answer is a name on one page,
+one search, one passage, rows of 104 tokens; 5 updates a rollout batch, of ten
+trajectories each, in steps so large that plain GRPO does not survive them. No entropy
+bonus, as in the paper's text: Adam makes full steps of it where rewards are all 0.
 Command: python -m experiments.collapse.run --settings=grpo,llds --seeds=0,1,2,3,4
 One run: python -m lld_jax.main --config=experiments/collapse/config.py:grpo
 (once the first command has written the questions).
@@ -23,8 +25,10 @@ SETTINGS: dict[str, dict[str, object]] = {
     "half_lr": PLAIN | {"optim.lr": 2.5e-4},
     "quarter_lr": PLAIN | {"optim.lr": 1.25e-4},
     "kl10": PLAIN | {"loss.kl": 0.01},
-    "half_updates": PLAIN | {"optim.updates": 5},
+    "kl100": PLAIN | {"loss.kl": 0.1},
     "one_update": PLAIN | {"optim.updates": 1},
+    "two_updates": PLAIN | {"optim.updates": 2, "optim.micro_rows": 25},
+    "ten_updates": PLAIN | {"optim.updates": 10, "optim.micro_rows": 5},
     "clip_higher": PLAIN | {"loss.clip_high": 0.28},
     "nll": PLAIN | {"loss.nll": 0.1},
     "nthr": PLAIN | {"loss.negatives": "nthr"},
@@ -33,8 +37,10 @@ SETTINGS: dict[str, dict[str, object]] = {
     "llds_token": {"llds.gate": "token"},
     "llds_response": {"llds.gate": "response"},
     "llds_anchor": {"llds.anchor": 5},
-    "llds_half_updates": {"optim.updates": 5},
+    "llds_half_lr": {"optim.lr": 2.5e-4},
     "llds_one_update": {"optim.updates": 1},
+    "llds_two_updates": {"optim.updates": 2, "optim.micro_rows": 25},
+    "llds_ten_updates": {"optim.updates": 10, "optim.micro_rows": 5},
     "llds_gspo": {"loss.policy": "gspo"},
     "llds_ma_paper": {"llds.answer": "paper"},
     "llds_ma_authors": {"llds.answer": "authors"},
@@ -51,24 +57,28 @@ def get_config(arg: str = "llds") -> ConfigDict:
     if arg not in SETTINGS:
         raise ConfigError(f"setting {arg!r}: legal are {', '.join(SETTINGS)}")
     config = tiny.get_config()
-    config.steps = 200
+    config.steps = 120
+    config.model.path = "data/collapse/start"
     config.questions.train = ("data/collapse/train.jsonl",)
     config.questions.eval = ("data/collapse/held_out.jsonl",)
+    config.retrieval.k = 1
     config.rollout.questions = 10
     config.rollout.slots = 50
     config.rollout.max_turns = 1
     config.rollout.max_prompt = 60
-    config.rollout.max_action = 20
-    config.rollout.max_tokens = 180
+    config.rollout.max_action = 16
+    config.rollout.max_observation = 40
+    config.rollout.max_tokens = 104
+    config.loss.entropy = 0.0
     config.llds.normalizer = "preserved"
     config.optim.lr = 5e-4
     config.optim.warmup = 5
-    config.optim.updates = 10
-    config.optim.micro_rows = 5
-    config.eval.every = 50
+    config.optim.updates = 5
+    config.optim.micro_rows = 10
+    config.eval.every = 120
     config.eval.max_turns = 1
     config.eval.limit = 200
-    config.checkpoint.every = 50
+    config.checkpoint.every = 60
     config.diagnostics.every = 10
     config.diagnostics.action = "none"
     for field, value in SETTINGS[arg].items():

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from experiments.collapse import start
 from experiments.collapse.columns import COLUMNS
 from experiments.collapse.config import SETTINGS, get_config
 from lld_jax import metrics, questions, world
@@ -33,11 +34,10 @@ HELD_OUT = 200
 
 
 def prepare(folder: Path) -> None:
-    """Writes the questions: those of the tiny world whose answer is a name, one hop.
+    """Writes the questions and the policy to start from, if they are not there.
 
-    The small policy reads names off a page and nothing else; what it can't learn would
-    only be noise here. The world's own files are made as well, before several runs at
-    a time would make them.
+    The questions are those of the tiny world that `start.is_asked` lets through. The
+    world's own files are made as well, before several runs at a time would make them.
     """
     config = get_config("grpo")
     questions.prepare_world(ROOT / config.data_dir, **config.world)
@@ -46,13 +46,15 @@ def prepare(folder: Path) -> None:
         rows = [
             {"id": q.id, "question": q.question, "golden_answers": q.golden_answers}
             for q in made.questions[split]
-            if q.hops == 1 and q.golden_answers[0][0].isupper()
+            if start.is_asked(q)
         ]
         path = folder / f"{name}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         scratch = path.with_suffix(".tmp")
         scratch.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
         scratch.replace(path)
+    if not (folder / "start").exists():
+        start.write(folder / "start")
 
 
 def write_raw(workdir: Path, out: Path) -> int:

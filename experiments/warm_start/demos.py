@@ -18,7 +18,8 @@ from lld_jax.world import World, WorldQuestion
 # Chances of each behaviour by kind of question. `good` relations are the quarter of
 # the questions on which the start is right more often than not.
 GOOD = ("person.birthplace", "person.occupation", "work.author", "work.setting")
-BEHAVIOURS: Mapping[str, Mapping[str, float]] = {
+Behaviours = Mapping[str, Mapping[str, float]]
+BEHAVIOURS: Behaviours = {
     "good": {"right": 0.6, "guess": 0.3, "wrong_page": 0.1},
     "one_hop": {"right": 0.2, "guess": 0.5, "wrong_page": 0.3},
     "two_hop": {"right": 0.2, "guess": 0.25, "stop_early": 0.45, "wrong_page": 0.1},
@@ -37,9 +38,11 @@ class Demo:
     behaviour: str
 
 
-def behaviour_of(question: WorldQuestion, rng: random.Random) -> str:
+def behaviour_of(
+    question: WorldQuestion, rng: random.Random, behaviours: Behaviours = BEHAVIOURS
+) -> str:
     kind = "one_hop" if question.hops == 1 else "two_hop"
-    table = BEHAVIOURS["good" if question.relation in GOOD else kind]
+    table = behaviours["good" if question.relation in GOOD else kind]
     return rng.choices(list(table), list(table.values()))[0]
 
 
@@ -70,6 +73,7 @@ def make(
     rng: random.Random,
     count: int,
     turns: int,
+    behaviours: Behaviours = BEHAVIOURS,
 ) -> list[Demo]:
     """`count` demonstrations on random questions of a world.
 
@@ -81,8 +85,8 @@ def make(
     for q in questions:
         others.setdefault((q.relation, q.hops), []).append(q)
     picked = rng.choices(questions, k=count)
-    behaviours = [behaviour_of(q, rng) for q in picked]
-    plans = [_plan(q, b, others, rng) for q, b in zip(picked, behaviours, strict=True)]
+    chosen = [behaviour_of(q, rng, behaviours) for q in picked]
+    plans = [_plan(q, b, others, rng) for q, b in zip(picked, chosen, strict=True)]
     ids = [environment.start(q.question) for q in picked]
     masks = [[0] * len(row) for row in ids]
     for turn in range(turns):
@@ -105,4 +109,4 @@ def make(
                 masks[i] += [0] * len(reply.ids)
             elif reply.reason != "answered":
                 raise ValueError(f"demonstration ended by {reply.reason!r}: {plans[i]}")
-    return [Demo(*row) for row in zip(ids, masks, behaviours, strict=True)]
+    return [Demo(*row) for row in zip(ids, masks, chosen, strict=True)]

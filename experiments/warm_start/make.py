@@ -148,15 +148,18 @@ def train(
     context_weight: float,
     read_weight: float,
     seed: int,
-):
+    params: hf.Params | None = None,
+) -> hf.Params:
     """Next-token training, with weights by what a token teaches.
 
+    Starts from `params`; None: from the seed's random ones.
     Observations and questions count `context_weight`: predicting them, too, is what
     teaches a small model to copy names, since a page repeats its title. Answers that
     were read from a passage count `read_weight`, other action tokens 1.
     """
     layout = parallel.train_layout(parallel.make_mesh(1, 1, 1, jax.devices()[:1]))
-    params = model.init(CONFIG, jax.random.key(seed), layout)
+    if params is None:
+        params = model.init(CONFIG, jax.random.key(seed), layout)
     schedule = optax.warmup_cosine_decay_schedule(
         0.0, lr, min(200, steps // 10), steps, 0.02 * lr
     )
