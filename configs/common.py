@@ -95,6 +95,7 @@ def get_config() -> ConfigDict:
     llds.coef = 0.2  # lambda; 0 is plain GRPO
     llds.gate = "action"
     llds.normalizer = "preserved"
+    llds.preserve = "nonnegative"  # advantages; not in the paper: 'positive'
     llds.answer = "none"  # LLDS-MA: how the penalty of answer tokens is weighted
     llds.answer_weight = 0.0  # the weight where answer is 'constant'
     llds.anchor = (

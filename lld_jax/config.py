@@ -97,6 +97,7 @@ FIELDS: dict[str, Rule] = {
     "llds.coef": _float_from(0),
     "llds.gate": _one_of("action", "response", "token"),
     "llds.normalizer": _one_of("preserved", "all"),
+    "llds.preserve": _one_of("nonnegative", "positive"),
     "llds.answer": _one_of("none", "constant", "paper", "authors"),
     "llds.answer_weight": _SHARE,
     "llds.anchor": _int_from(0),

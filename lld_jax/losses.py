@@ -27,10 +27,9 @@ SEQUENCE_LOG_RATIO_CAP = 10.0  # of a trajectory, in GSPO
 KL_CAP = 10.0  # of a token's k3
 KL_EXPONENT_CAP = 20.0  # keeps exp finite, far beyond KL_CAP
 
-# ------------------------------------------------------------------------- settings
-
 GATES = ("action", "response", "token")
 NORMALIZERS = ("preserved", "all")
+PRESERVED = ("nonnegative", "positive")
 ANSWER_SCHEDULES = ("paper", "authors")
 
 
@@ -61,6 +60,7 @@ class LossConfig:
     llds_coef: float = 0.2  # lambda; 0 is the plain policy loss
     llds_gate: str = "action"  # 'response', 'token'
     llds_normalizer: str = "preserved"  # 'all'
+    llds_preserve: str = "nonnegative"  # advantages; 'positive': also not those of 0
     llds_answer: float | str = 1.0  # beta: a constant, 'paper' or 'authors'
 
     def __post_init__(self) -> None:
@@ -68,6 +68,7 @@ class LossConfig:
         _check("average", self.average, ("global", "microbatch"))
         _check("llds_gate", self.llds_gate, GATES)
         _check("llds_normalizer", self.llds_normalizer, NORMALIZERS)
+        _check("llds_preserve", self.llds_preserve, PRESERVED)
         _check_number("clip_low", self.clip_low, 1.0)
         for field in ("clip_high", "kl", "entropy", "llds_coef"):
             _check_number(field, getattr(self, field), 1e6)
@@ -176,9 +177,6 @@ def kl_penalty(logps: Array, ref_logps: Array, mask: Array) -> Array:
     return jnp.minimum(jnp.expm1(u) - u, KL_CAP)
 
 
-# ---------------------------------------------------------------------------- spans
-
-
 def action_ids(mask: Array, segments: Array | None = None) -> Array:
     """Numbers the actions of each row 1, 2, ...; `[B, T]` int32, 0 outside actions.
 
@@ -256,6 +254,7 @@ def llds_penalty(
     mask: Array,
     *,
     gate: str = "action",
+    preserve: str = "nonnegative",
     segments: Array | None = None,
     answer_mask: Array | None = None,
     answer_weight: Array | float = 1.0,
@@ -272,16 +271,17 @@ def llds_penalty(
       advantages: `[B]` or `[B, T]`.
       gate: a span is one action ('action'), one trajectory ('response') or one token
         ('token', which is no gate beyond the hinge itself).
+      preserve: 'positive' leaves advantages of 0 out (not in the paper).
       segments: `[B, T]` or None.
       answer_mask: `[B, T]`, 1 on tokens of the final answer; None: there are none.
       answer_weight: beta, the factor of those tokens (LLDS-MA).
     Returns: `[B, T]`, neither normalised nor multiplied by lambda.
-    Raises: ValueError: an unknown gate. Source: arXiv 2512.04220.
+    Raises: ValueError: unknown gate or preserve. Source: arXiv 2512.04220.
     """
     keep = _bool(mask)
     drop = likelihood_drop(logps, old_logps, keep)
     spans = _spans(keep, segments, gate)
-    preserved = _preserved(keep, advantages)
+    preserved = _preserved(keep, advantages, preserve)
     return _hinge(drop, preserved, spans, answer_mask, answer_weight)[0]
 
 
@@ -303,6 +303,7 @@ def llds_loss(
     mask: Array,
     *,
     gate: str = "action",
+    preserve: str = "nonnegative",
     segments: Array | None = None,
     answer_mask: Array | None = None,
     answer_weight: Array | float = 1.0,
@@ -310,13 +311,13 @@ def llds_loss(
 ) -> Array:
     """Mean of `llds_penalty` over a whole batch: add `lambda * llds_loss` to a loss.
 
-    Arguments are those of `llds_penalty`, and `normalizer`: the mean is over action
-    tokens with advantage >= 0 ('preserved', the paper) or over all action tokens
-    ('all', the authors' code). Returns a scalar; 0 and gradient 0 without such tokens.
+    Arguments are those of `llds_penalty`, and `normalizer`: the mean is over the action
+    tokens to be preserved ('preserved', the paper) or over all action tokens ('all',
+    the authors' code). Returns a scalar; 0 and gradient 0 without such tokens.
     """
     _check("normalizer", normalizer, NORMALIZERS)
     keep = _bool(mask)
-    preserved = _preserved(keep, advantages)
+    preserved = _preserved(keep, advantages, preserve)
     drop = likelihood_drop(logps, old_logps, keep)
     spans = _spans(keep, segments, gate)
     penalty, _ = _hinge(drop, preserved, spans, answer_mask, answer_weight)
@@ -361,7 +362,7 @@ def weights(
         micro_ids = jnp.zeros(rows, jnp.int32)
     elif micro_ids is None:
         raise ValueError("micro_ids=None: average='microbatch' needs [B] integers")
-    preserved = _preserved(keep, advantages)
+    preserved = _preserved(keep, advantages, config.llds_preserve)
 
     def micro_counts(chosen):  # chosen in each micro-batch, [B]; integers, so exact
         count = jnp.sum(chosen, axis=1, dtype=jnp.int32)
@@ -427,7 +428,7 @@ def objective(
     policy, clipped = clipped_surrogate(ratio, advantages, keep, *clip)
     kl = kl_penalty(logps, batch["ref_logps"], keep)
     drop = likelihood_drop(logps, batch.get("anchor_logps", old), keep)
-    preserved = _preserved(keep, advantages)
+    preserved = _preserved(keep, advantages, config.llds_preserve)
     spans = _spans(keep, segments, config.llds_gate)
     beta = answer_weight(config.llds_answer, batch.get("valid_searches"))
     penalty, opened = _hinge(drop, preserved, spans, batch.get("answer_mask"), beta)
@@ -471,9 +472,6 @@ def merge_metrics(a: Mapping[str, Array], b: Mapping[str, Array]) -> dict[str, A
     return merged | {"ratio_max": jnp.maximum(a["ratio_max"], b["ratio_max"])}
 
 
-# -------------------------------------------------------------------------- helpers
-
-
 def _f32(x: Array | float) -> Array:
     return jnp.asarray(x, jnp.float32)
 
@@ -496,5 +494,7 @@ def _log_ratio(logps: Array, other: Array, mask: Array) -> Array:
     return _masked(_bool(mask), _f32(logps) - jax.lax.stop_gradient(_f32(other)))
 
 
-def _preserved(keep: Array, advantages: Array) -> Array:
-    return keep & (_per_token(advantages) >= 0)
+def _preserved(keep: Array, advantages: Array, preserve: str) -> Array:
+    _check("preserve", preserve, PRESERVED)
+    gain = _per_token(advantages)
+    return keep & (gain > 0 if preserve == "positive" else gain >= 0)

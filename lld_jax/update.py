@@ -32,6 +32,7 @@ def loss_config(config: ConfigDict) -> losses.LossConfig:
         llds_coef=config.llds.coef,
         llds_gate=config.llds.gate,
         llds_normalizer=config.llds.normalizer,
+        llds_preserve=config.llds.preserve,
         llds_answer=answer.get(config.llds.answer, config.llds.answer),
     )
 

@@ -50,6 +50,7 @@ def test_the_paper_settings_and_every_field_are_in_the_tree():
         "llds.coef": 0.2,
         "llds.gate": "action",
         "llds.normalizer": "preserved",
+        "llds.preserve": "nonnegative",
         "loss.kl": 0.001,
         "rollout.max_turns": 3,
         "eval.max_turns": 4,

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -173,6 +174,22 @@ def test_normalizers_and_answer_weight():
             np.testing.assert_allclose(loss, cost / count, rtol=1e-6)
     default = losses.llds_loss(logps, old, advantages, mask)
     np.testing.assert_allclose(default, 2.5 / 6, rtol=1e-6)
+
+
+def test_only_positive_advantages_may_be_preserved():
+    logps, old = np.zeros((3, 8)), np.repeat(LLDS_DROP, 3, axis=0)
+    mask, advantages = np.repeat(LLDS_MASK, 3, axis=0), np.array([1.0, 0.0, -1.0])
+    args = logps, old, advantages, mask
+    both = losses.llds_penalty(*args)
+    positive = losses.llds_penalty(*args, preserve="positive")
+    assert both[0].any() and both[1].any() and not both[2].any()
+    np.testing.assert_array_equal(positive[0], both[0])
+    assert not positive[1:].any()
+    for normalizer, count in (("preserved", 6), ("all", 18)):
+        loss = losses.llds_loss(*args, preserve="positive", normalizer=normalizer)
+        np.testing.assert_allclose(loss, 2.5 / count, rtol=1e-6)
+    with pytest.raises(ValueError, match="preserve='all'.*nonnegative, positive"):
+        losses.llds_penalty(*args, preserve="all")
 
 
 def test_answer_schedules():
@@ -411,13 +428,17 @@ def test_weights_are_those_of_llds_loss():
     batch = random_batch(6)
     args = [batch[k] for k in ("logps", "old_logps", "advantages", "mask")]
     penalty = losses.llds_penalty(*args)
-    for normalizer in ("preserved", "all"):
-        w = weigh(batch, LossConfig(llds_normalizer=normalizer))
-        np.testing.assert_allclose(
-            jnp.sum(w.llds * penalty),
-            losses.llds_loss(*args, normalizer=normalizer),
-            rtol=1e-6,
-        )
+    for normalizer, preserve in itertools.product(losses.NORMALIZERS, losses.PRESERVED):
+        config = LossConfig(llds_normalizer=normalizer, llds_preserve=preserve)
+        w = weigh(batch, config)
+        expected = losses.llds_loss(*args, normalizer=normalizer, preserve=preserve)
+        assert expected > 0
+        # A weight of 0 leaves out what is not preserved.
+        np.testing.assert_allclose(jnp.sum(w.llds * penalty), expected, rtol=1e-6)
+        sums = run(batch, w, config)[2]
+        np.testing.assert_allclose(sums["loss_llds"], expected, rtol=1e-6)
+        kept = batch["mask"] * (batch["advantages"] >= (preserve == "positive"))
+        assert sums["preserved"] == kept.sum()
 
 
 # ------------------------------------------------------------------------------ errors
@@ -430,6 +451,7 @@ def test_weights_are_those_of_llds_loss():
         ("average", "mean", "global, microbatch"),
         ("llds_gate", "row", "action, response, token"),
         ("llds_normalizer", "none", "preserved, all"),
+        ("llds_preserve", "all", "nonnegative, positive"),
         ("llds_answer", "half", "'paper', 'authors'"),
         ("llds_answer", 1.5, "from 0 to 1"),
         ("clip_low", -0.1, "from 0 to 1"),

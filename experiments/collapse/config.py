@@ -37,6 +37,8 @@ SETTINGS: dict[str, dict[str, object]] = {
     "llds_token": {"llds.gate": "token"},
     "llds_response": {"llds.gate": "response"},
     "llds_anchor": {"llds.anchor": 5},
+    "llds_positive": {"llds.preserve": "positive"},
+    "llds_positive_1": {"llds.preserve": "positive", "llds.coef": 1.0},
     "llds_half_lr": {"optim.lr": 2.5e-4},
     "llds_one_update": {"optim.updates": 1},
     "llds_two_updates": {"optim.updates": 2, "optim.micro_rows": 25},
