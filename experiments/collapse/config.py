@@ -33,6 +33,15 @@ SETTINGS: dict[str, dict[str, object]] = {
     "nll": PLAIN | {"loss.nll": 0.1},
     "nthr": PLAIN | {"loss.negatives": "nthr"},
     "gspo": PLAIN | {"loss.policy": "gspo"},
+    # Between the two rates.
+    "slower": PLAIN | {"optim.lr": 4e-4, "steps": 200, "eval.every": 200},
+    "llds_slower": {"optim.lr": 4e-4, "steps": 200, "eval.every": 200},
+    "llds_slower_1": {
+        "optim.lr": 4e-4,
+        "llds.coef": 1.0,
+        "steps": 200,
+        "eval.every": 200,
+    },
     # Ablations.
     "llds_token": {"llds.gate": "token"},
     "llds_response": {"llds.gate": "response"},
