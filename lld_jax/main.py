@@ -19,9 +19,9 @@ from lld_jax import config as config_lib
 from lld_jax.agent import Agent
 from lld_jax.guard import Collapsing
 from lld_jax.overrides import clean_argv, workdir_name
+from lld_jax.preemption import Preempted
 from lld_jax.questions import Question
 from lld_jax.rollout import Sampling
-from lld_jax.workdir import Preempted
 
 _WORKDIR = flags.DEFINE_string(
     "workdir", None, "Folder of the run; default runs/<config>[-<overrides>]."

@@ -18,15 +18,15 @@ from lld_jax import agent as agent_lib
 from lld_jax import checkpoint, diagnostics, evaluate, guard, hf, metrics
 from lld_jax.batch import make_batch
 from lld_jax.phases import Thresholds
+from lld_jax.preemption import Preempted, Stop
 from lld_jax.probes import make_nthr, make_probes
 from lld_jax.questions import question_of_draw
 from lld_jax.rollout import Sampling
 from lld_jax.update import loss_config, make_functions
 from lld_jax.workdir import (
-    Preempted,
-    Stop,
     claim,
     examine,
+    hold,
     write_summary,
     write_trajectories,
 )
@@ -59,7 +59,7 @@ def train(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
         agent = agent_lib.open_agent(config)
         draws = question_of_draw(agent.questions(config.questions.train), config.seed)
         eval_sets = evaluate.load_sets(agent)
-        claim(config, workdir)
+        stack.enter_context(hold(claim(config, workdir)))
         settings = loss_config(config)
         init, logps_fn, update_fn, weigh = make_functions(agent)
         norms_fn, moved_fn = make_probes(agent)

@@ -1,4 +1,4 @@
-"""The folder of a run, and how a run is told to stop.
+"""The folder of a run.
 
 config.json         the resolved config; a run resumes only with an equal one
 metrics.jsonl       one line a step; tensorboard/ holds the same
@@ -8,11 +8,12 @@ export/             the final policy as a Hugging Face folder
 summary.json        the result; a folder that has it is a finished run
 """
 
+import contextlib
+import fcntl
 import json
 import os
 import re
-import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,48 +22,6 @@ from ml_collections import ConfigDict
 from lld_jax import config as config_lib
 from lld_jax import host
 from lld_jax.search import Trajectory, to_json
-
-
-class Preempted(Exception):
-    """The process was told to end, and what was finished is saved."""
-
-
-class Stop:
-    """Turns SIGTERM and Ctrl-C into `Preempted` at the next safe point.
-
-    A context manager for the main thread; a second signal ends the process at once.
-    """
-
-    def __init__(self):
-        self._told: int | None = None
-        self._before: dict[int, Any] = {}
-
-    def watch(self, moved: Callable[[int], None]) -> Callable[[int], None]:
-        """A progress callback that also raises `Preempted` once a signal has come."""
-
-        def on_progress(done: int) -> None:
-            moved(done)
-            self.check()
-
-        return on_progress
-
-    def check(self) -> None:
-        if self._told is not None:
-            name = signal.Signals(self._told).name
-            raise Preempted(f"stopped by {name}; start the same command to go on")
-
-    def _handle(self, number: int, frame: Any) -> None:
-        self._told = number
-        signal.signal(number, self._before[number])
-
-    def __enter__(self) -> "Stop":
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self._before[number] = signal.signal(number, self._handle)
-        return self
-
-    def __exit__(self, *exc) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
 
 
 def examine(config: ConfigDict, workdir: str | Path) -> Path:
@@ -100,6 +59,24 @@ def claim(config: ConfigDict, workdir: str | Path) -> Path:
         _replace(workdir / "config.json", config_lib.to_json(config))
     (workdir / "trajectories").mkdir(exist_ok=True)
     return workdir
+
+
+@contextlib.contextmanager
+def hold(workdir: Path) -> Iterator[None]:
+    """Keeps other processes of this machine out of a claimed folder.
+
+    Two runs in one folder would cut each other's metrics and checkpoints. The lock goes
+    with the process, however that ends. Raises ConfigError if another one has it.
+    """
+    with (workdir / "config.json").open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise config_lib.ConfigError(
+                f"workdir: {str(workdir)!r} is in use by another process; wait for its "
+                "end, or choose another folder"
+            ) from None
+        yield
 
 
 def write_trajectories(

@@ -28,6 +28,7 @@ FLOORS = {
     "overrides": 1,
     "signals": 1,
     "phases": 0,
+    "preemption": 0,
     "nthr": 0,
     "guard": 1,
     "diagnostics": 2,

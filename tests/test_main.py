@@ -10,7 +10,7 @@ from tiny import ROOT, write_config_file
 
 from lld_jax import agent as agent_lib
 from lld_jax import hf, main, train
-from lld_jax.workdir import Preempted
+from lld_jax.preemption import Preempted
 
 TINY = f"--config={ROOT / 'configs' / 'tiny.py'}"
 

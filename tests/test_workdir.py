@@ -1,8 +1,8 @@
-"""Work folders: who may use one, and how a run is told to stop."""
+"""Work folders: who may use one, and what is written there."""
 
 import json
-import os
-import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -49,37 +49,35 @@ def test_a_finished_run_is_refused(config, tmp_path):
         workdir_lib.claim(config, tmp_path / "run")
 
 
+def test_a_folder_is_held_by_one_process_until_it_ends(config, tmp_path):
+    folder = workdir_lib.claim(config, tmp_path / "run")
+    script = (
+        "import pathlib, sys\n"
+        "from lld_jax import workdir\n"
+        "with workdir.hold(pathlib.Path(sys.argv[1])):\n"
+        "    print('held', flush=True)\n"
+        "    sys.stdin.read()\n"
+    )
+    command = [sys.executable, "-c", script, str(folder)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as other:
+        assert other.stdout.readline() == "held\n"
+        with (
+            pytest.raises(ConfigError, match="workdir: .*in use by another process"),
+            workdir_lib.hold(folder),
+        ):
+            pass
+        other.kill()
+    with workdir_lib.hold(folder):  # nothing is left of a lock
+        pass
+
+
 def test_foreign_folders_and_files_are_left_alone(config, tmp_path):
     (tmp_path / "letter.txt").write_text("dear reader")
     for folder in (tmp_path, tmp_path / "letter.txt"):
         with pytest.raises(ConfigError, match="workdir: .*is no run"):
             workdir_lib.claim(config, folder)
     assert [p.name for p in tmp_path.iterdir()] == ["letter.txt"]
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_is_raised_at_the_next_safe_point_only(number):
-    before = signal.getsignal(number)
-    moved = []
-    with workdir_lib.Stop() as stop:
-        progress = stop.watch(moved.append)
-        progress(1)
-        os.kill(os.getpid(), number)
-        assert signal.getsignal(number) is before  # a second one ends the process
-        with pytest.raises(workdir_lib.Preempted, match=number.name):
-            progress(2)
-        assert moved == [1, 2]
-        with pytest.raises(workdir_lib.Preempted):
-            stop.check()
-    assert signal.getsignal(number) is before
-
-
-def test_handlers_come_back_after_an_error():
-    before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(KeyError), workdir_lib.Stop():
-        assert signal.getsignal(signal.SIGTERM) is not before
-        raise KeyError
-    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_trajectory_files_keep_every_digit(config, tmp_path):
