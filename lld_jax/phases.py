@@ -4,6 +4,9 @@ The paper's phases (arXiv 2512.04220): the likelihood of correct answers stagnat
 though the reward rises; then it falls steadily while all else looks well; then it falls
 fast, gradients and entropy explode and the reward goes to zero. A pure function of the
 records of `metrics.jsonl`, so a run that goes on after a kill sees the same phases.
+
+What tells first is lazy likelihood displacement itself: what the updates before its own
+did to a correct answer (`lld/seen_correct`). Healthy runs lose next to nothing there.
 """
 
 import dataclasses
@@ -27,6 +30,9 @@ class Thresholds:
     rise: float = 0.02  # of the reward over a window that is called a rise
     fall: float = 0.15  # nats a token that correct answers are below their best mean
     fall_relative: float = 0.5  # and that as a share of the best mean
+    displaced: float = (
+        0.008  # nats a token that other updates take from correct answers
+    )
     learned: float = 1.25  # times its start that the reward's peak is, to be a loss
     reward_fall: float = 0.25  # share of its peak that the reward has lost
     gradient: float = 3.0  # times its median so far
@@ -67,6 +73,7 @@ _START = 3  # steps whose mean reward is the start
 _SERIES = {
     "reward": "reward/mean",
     "logp": "lld/logp_correct",
+    "seen": "lld/seen_correct",
     "gradient": "grad/norm",
     "entropy": "policy/entropy",
     "repeated": "rollout/repeated_ngram",
@@ -138,6 +145,12 @@ def _judge(watch: Watch, means: dict[str, float], t: Thresholds) -> tuple[str, s
             f"correct answers have log-prob {means['logp']:.2f} a token, after "
             f"{watch.best_logp:.2f} at best"
         )
+    displaced = means["seen"] < -t.displaced
+    if displaced:
+        signs.append(
+            f"updates on other questions take {-means['seen']:.3f} nats a token from "
+            "correct answers"
+        )
     peak, start = watch.peak_reward, statistics.fmean(watch.start_rewards or (0.0,))
     learned = peak >= t.learned * start
     fell = peak > 0 and learned and means["reward"] < (1 - t.reward_fall) * peak
@@ -161,7 +174,7 @@ def _judge(watch: Watch, means: dict[str, float], t: Thresholds) -> tuple[str, s
     halved = peak > 0 and learned and means["reward"] < 0.5 * peak
     if halved or (fell and exploded and wild):
         return "collapse", "; ".join(signs)
-    if fell or len(signs) > 1:
+    if fell or displaced or len(signs) > 1:
         return "decay", "; ".join(signs)
     if signs:
         return "stagnation", signs[0]

@@ -11,7 +11,7 @@ from lld_jax.phases import Thresholds
 W = Thresholds().window
 
 
-def run(steps, reward, logp=-0.5, gradient=1.0, entropy=1.0, repeated=2.0):
+def run(steps, reward, logp=-0.5, gradient=1.0, entropy=1.0, repeated=2.0, seen=0.0):
     """The phases of a run; each series is a number or a function of the step."""
 
     def at(series, step):
@@ -23,6 +23,7 @@ def run(steps, reward, logp=-0.5, gradient=1.0, entropy=1.0, repeated=2.0):
             "step": step,
             "reward/mean": at(reward, step),
             "lld/logp_correct": at(logp, step),
+            "lld/seen_correct": at(seen, step),
             "grad/norm": at(gradient, step),
             "policy/entropy": at(entropy, step),
             "rollout/repeated_ngram": at(repeated, step),
@@ -53,6 +54,20 @@ def test_the_reward_rises_and_the_likelihood_does_not():
     found = run(60, rising, logp=lambda s: -0.5 - 0.0005 * s)
     assert found[-1].name == "stagnation" and found[-1].level == 1
     assert "the reward rose by 0.10" in found[-1].evidence
+
+
+def test_displacement_by_other_updates_is_decay_while_the_reward_rises():
+    limit = Thresholds().displaced
+    found = run(60, rising, logp=lambda s: -0.9 + 0.005 * s, seen=-1.2 * limit)
+    assert found[-1].name == "decay"
+    assert "take 0.010 nats a token from correct answers" in found[-1].evidence
+    # As soon as there is a window, and it has lasted.
+    assert names(found).index("decay") == W - 1 + Thresholds().patience - 1
+    assert set(names(run(60, rising, logp=-0.5, seen=-0.8 * limit))) == set(
+        names(run(60, rising, logp=-0.5))
+    )
+    gained = run(60, rising, logp=lambda s: -0.9 + 0.005 * s, seen=1.0)
+    assert set(names(gained)) == {"healthy"}
 
 
 def test_the_likelihood_falls_and_entropy_grows():

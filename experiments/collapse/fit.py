@@ -23,11 +23,12 @@ from lld_jax.phases import Thresholds
 
 GRID: dict[str, Sequence[float]] = {
     "patience": (2, 3, 5),
-    "fall": (0.1, 0.15, 0.25, 0.4),
-    "fall_relative": (0.25, 0.5, 1.0),
-    "reward_fall": (0.15, 0.2, 0.25, 0.3),
-    "gradient": (2.0, 3.0, 5.0),
-    "entropy": (1.25, 1.5, 2.0, 3.0),
+    "displaced": (0.006, 0.008, 0.01, 0.012),
+    "fall": (0.15, 0.25, 0.4),
+    "fall_relative": (0.5, 1.0),
+    "reward_fall": (0.2, 0.25, 0.3),
+    "gradient": (3.0, 5.0),
+    "entropy": (1.5, 2.0, 3.0),
 }
 
 
