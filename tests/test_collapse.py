@@ -49,11 +49,14 @@ def test_questions_are_one_hop_names(tmp_path, monkeypatch):
     run.prepare(tmp_path)
     run.prepare(tmp_path)
     assert written == [tmp_path / "start"]  # once
-    for name in ("train", "held_out"):
-        rows = [json.loads(x) for x in (tmp_path / f"{name}.jsonl").open()]
-        assert len(rows) > 80
+    lines = {}
+    for name in ("train", "held_out", "few"):
+        lines[name] = (tmp_path / f"{name}.jsonl").read_text().splitlines()
+        rows = [json.loads(x) for x in lines[name]]
         answers = [row["golden_answers"][0] for row in rows]
         assert all(a[0].isupper() and not any(c.isdigit() for c in a) for a in answers)
+    assert lines["few"] == lines["train"][:20]
+    assert len(lines["train"]) > len(lines["held_out"]) > 80
 
 
 def test_the_start_is_the_tiny_policy_with_another_habit(tmp_path, monkeypatch):

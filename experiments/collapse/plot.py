@@ -26,11 +26,12 @@ from experiments.collapse import analyse
 
 PANELS = {
     "reward": "sampled reward\n(mean of 5 steps)",
+    "seen_correct": "what other questions' updates\ndo to a correct token (nats)",
     "logp_correct": "log-prob. per token\nof correct answers",
     "grad_norm": "gradient norm",
     "entropy": "entropy (nats)",
 }
-SMOOTHED = {"reward": 5}  # steps
+SMOOTHED = {"reward": 5, "seen_correct": 10}  # steps
 LOGARITHMIC = {"grad_norm"}
 PHASES = {"stagnation": "#fff2b8", "decay": "#ffd3a1", "collapse": "#f4b6b6"}
 SCORES = {"greedy": ("o", "C0", -0.14), "sampled": ("s", "C1", 0.14)}
@@ -94,7 +95,7 @@ def draw(
     figure, axes = plt.subplots(
         len(PANELS),
         len(settings),
-        figsize=(10, 8.5),
+        figsize=(10, 10),
         sharex=True,
         sharey="row",
         squeeze=False,
@@ -223,7 +224,11 @@ def draw_settings(runs: Sequence[analyse.Run], out: str | Path) -> None:
             axis.errorbar(
                 estimate.value,
                 y + shift,
-                xerr=[[estimate.value - low], [high - estimate.value]],
+                # The mean of equal numbers may be off by a bit.
+                xerr=[
+                    [max(0.0, estimate.value - low)],
+                    [max(0.0, high - estimate.value)],
+                ],
                 fmt=marker,
                 color=colour,
                 ms=7,

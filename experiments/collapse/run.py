@@ -31,7 +31,7 @@ from lld_jax import metrics, questions, world
 ROOT = Path(__file__).parents[2]
 RAW = Path(__file__).parent / "raw"
 DATA = Path("data/collapse")
-HELD_OUT = 200
+FEW = 20
 
 
 def prepare(folder: Path) -> None:
@@ -43,14 +43,21 @@ def prepare(folder: Path) -> None:
     config = get_config("grpo")
     questions.prepare_world(ROOT / config.data_dir, **config.world)
     made = world.generate(config.world.seed, config.world.size)
-    for name, split in (("train", "train"), ("held_out", "validation_unseen")):
-        rows = [
+    asked = {
+        split: [
             {"id": q.id, "question": q.question, "golden_answers": q.golden_answers}
             for q in made.questions[split]
             if start.is_asked(q)
         ]
+        for split in ("train", "validation_unseen")
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, rows in (
+        ("train", asked["train"]),
+        ("few", asked["train"][:FEW]),  # what is left if no question is new
+        ("held_out", asked["validation_unseen"]),
+    ):
         path = folder / f"{name}.jsonl"
-        path.parent.mkdir(parents=True, exist_ok=True)
         scratch = path.with_suffix(".tmp")
         scratch.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
         scratch.replace(path)
