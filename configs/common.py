@@ -98,9 +98,7 @@ def get_config() -> ConfigDict:
     llds.preserve = "nonnegative"  # advantages; not in the paper: 'positive'
     llds.answer = "none"  # LLDS-MA: how the penalty of answer tokens is weighted
     llds.answer_weight = 0.0  # the weight where answer is 'constant'
-    llds.anchor = (
-        0  # n: its old policy is renewed every n steps; 0: the one that sampled
-    )
+    llds.anchor = 0  # steps between renewals of its old policy; 0: the one that sampled
 
     config.optim = optim = ConfigDict()
     optim.lr = 1e-6
@@ -127,9 +125,7 @@ def get_config() -> ConfigDict:
 
     config.diagnostics = diagnostics = ConfigDict()
     diagnostics.every = 10  # steps between costly ones: displacement; 0 is never
-    diagnostics.action = (
-        "warn"  # when a run decays: none, stop, raise_lambda, roll_back
-    )
+    diagnostics.action = "warn"  # none, stop, raise_lambda, roll_back: if a run decays
     return config
 
 
