@@ -344,6 +344,7 @@ def test_what_one_run_came_to(folder):
         evidence="line 26: -1.5",
         greedy=0.0,
         sampled=0.05,
+        reward=pytest.approx((sum(RISE) + 25 * 0.05) / 55),
     )
     assert (runs["grpo", 1].ended, runs["grpo", 1].sampled) == (False, None)
     assert (runs["grpo", 1].lead, runs["llds", 0].lead) == (
@@ -390,12 +391,16 @@ def test_the_tables(folder):
         "| kl10 | 0/0, 1 going | – | – | – | – | – | – | – | – |",
     ]
     assert {line.count("|") for line in lines} == {11}
-    differences = {name: analyse.paired(runs, name) for name in names[1:]}
+    differences = {
+        name: {what: analyse.paired(runs, name, what) for what in analyse.PAIRED}
+        for name in names[1:]
+    }
+    # Rewards: 25 steps of .5 in place of .05 in one of the two.
     assert analyse.paired_table(differences).splitlines()[2:] == [
-        "| llds | 2 | .400 (.200 to .600) |",
-        "| kl10 | 0 | – |",
+        "| llds | 2 | .102 (.000 to .205) | .400 (.200 to .600) |",
+        "| kl10 | 0 | – | – |",
     ]
-    one = analyse.Estimate(-0.05, -1.0, 0.004, 3)
+    one = dict.fromkeys(analyse.PAIRED, analyse.Estimate(-0.05, -1.0, 0.004, 3))
     assert analyse.paired_table({"a": one}).endswith("| -.050 (-1.000 to .004) |")
 
 
@@ -409,7 +414,7 @@ def test_the_command_prints_and_writes_everything(
     assert "| grpo | 2/3 |" in capsys.readouterr().out
     summary = json.loads(out.read_text())
     assert [row["setting"] for row in summary["settings"]] == ["grpo", "llds", "kl10"]
-    assert summary["paired"]["llds"]["n"] == 2
+    assert summary["paired"]["llds"]["sampled"]["n"] == 2
     assert len(summary["runs"]) == 7
     assert summary["runs"][0]["lead"] == "first half"
 
@@ -470,7 +475,7 @@ def test_phases_and_lines_reach_the_panels(folder, tmp_path, monkeypatch):
     drawn = dict(zip(curves[0].get_xdata(), curves[0].get_ydata(), strict=True))
     assert drawn[12] == pytest.approx((2 * 0.1 + 3 * 0.6) / 5)
     assert 3 not in drawn  # no five steps yet
-    assert axes[2].get_yscale() == "log"
+    assert axes[list(plot.PANELS).index("grad_norm")].get_yscale() == "log"
 
 
 def test_a_setting_without_runs_is_an_error(folder, tmp_path):

@@ -43,6 +43,8 @@ METRICS = {k: v for k, v in columns.COLUMNS.items() if k not in EVALUATED}
 COLUMNS = ("step", *METRICS, *EVALUATED)  # that a raw file has to have
 PEAK_STEPS, COLLAPSED_STEPS, START_STEPS = 10, 20, 3
 WARNINGS = ("decay", "collapse")
+# Compared on equal seeds: field of `Run` -> heading.
+PAIRED = {"reward": "mean reward of all steps", "sampled": "sampled exact match"}
 
 Series = Mapping[str, np.ndarray]  # of a run: column -> one number a line, or NaN
 # (watch or None, record) -> (watch, phase with `name` and `evidence`)
@@ -226,6 +228,7 @@ class Run:
     evidence: str | None
     greedy: float | None  # exact match at the end
     sampled: float | None
+    reward: float | None  # mean over its steps
 
     @property
     def living(self) -> bool:
@@ -273,6 +276,7 @@ def judge(
         evidence=evidence,
         greedy=_or_none(series["greedy"][-1]) if ended else None,
         sampled=_or_none(series["sampled"][-1]) if ended else None,
+        reward=float(np.nanmean(reward)) if len(_measured(reward)) else None,
     )
 
 
@@ -366,9 +370,11 @@ def settings_of(runs: Sequence[Run]) -> list[str]:
     return first + sorted(names - set(first))
 
 
-def paired(runs: Sequence[Run], setting: str, base: str = BASE) -> Estimate:
-    """Final sampled exact match less that of `base`: mean over the seeds of both."""
-    ends = {(run.setting, run.seed): run.sampled for run in runs if run.ended}
+def paired(
+    runs: Sequence[Run], setting: str, what: str = "sampled", base: str = BASE
+) -> Estimate:
+    """`what` (of `Run`) less that of `base`: mean over the ended runs of both."""
+    ends = {(run.setting, run.seed): getattr(run, what) for run in runs if run.ended}
     seeds = sorted(seed for name, seed in ends if name == setting)
     return mean([ends[setting, s] - ends[base, s] for s in seeds if (base, s) in ends])
 
@@ -432,12 +438,16 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def paired_table(differences: Mapping[str, Estimate]) -> str:
-    """Markdown, one line a setting: what it scores more than `grpo` on equal seeds."""
-    head = ("setting", "seeds", f"sampled exact match, difference from {BASE}")
+def paired_table(differences: Mapping[str, Mapping[str, Estimate]]) -> str:
+    """Markdown, a line a setting: what it has more than `grpo` on equal seeds.
+
+    `differences`: setting -> each of PAIRED -> its mean difference.
+    """
+    head = ("setting", "seeds", *(f"{x}, less {BASE}" for x in PAIRED.values()))
     lines = [_line(head), _line(["---"] * len(head))]
-    for setting, estimate in differences.items():
-        lines.append(_line((setting, str(estimate.n), _with_interval(estimate))))
+    for setting, found in differences.items():
+        cells = [_with_interval(found[what]) for what in PAIRED]
+        lines.append(_line((setting, str(found["sampled"].n), *cells)))
     return "\n".join(lines)
 
 
@@ -453,12 +463,19 @@ def main() -> None:
     runs = [judge(*key, series) for key, series in found.items()]
     names = settings_of(runs)
     rows = [row_of(name, runs) for name in names]
-    differences = {name: paired(runs, name) for name in names if name != BASE}
+    differences = {
+        name: {what: paired(runs, name, what) for what in PAIRED}
+        for name in names
+        if name != BASE
+    }
     print(table(rows), paired_table(differences), sep="\n\n")
     if args.json:
         summary = {
             "settings": [dataclasses.asdict(row) for row in rows],
-            "paired": {n: dataclasses.asdict(d) for n, d in differences.items()},
+            "paired": {
+                name: {what: dataclasses.asdict(x) for what, x in found.items()}
+                for name, found in differences.items()
+            },
             "runs": [dataclasses.asdict(r) | {"lead": r.lead} for r in runs],
         }
         args.json.write_text(json.dumps(summary, indent=2, allow_nan=False) + "\n")
