@@ -33,6 +33,13 @@ SETTINGS: dict[str, dict[str, object]] = {
     "nll": PLAIN | {"loss.nll": 0.1},
     "nthr": PLAIN | {"loss.negatives": "nthr"},
     "gspo": PLAIN | {"loss.policy": "gspo"},
+    # The detector decides: earlier weights and half the rate when it warns.
+    "roll_back": PLAIN
+    | {
+        "diagnostics.action": "roll_back",
+        "checkpoint.every": 10,
+        "checkpoint.keep": 4,
+    },
     # Between the two rates.
     "slower": PLAIN | {"optim.lr": 4e-4, "steps": 200, "eval.every": 200},
     "llds_slower": {"optim.lr": 4e-4, "steps": 200, "eval.every": 200},
