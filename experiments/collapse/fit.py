@@ -4,7 +4,8 @@
 
 A set of thresholds is better if more collapsed runs are warned in the first half of the
 time from the peak to the halving, less twice the false alarms; of equals, the one that
-changes least from the present defaults. The seeds not in `--fit` have no part in it.
+changes least from the present defaults. The seeds not in `--fit` have no part in it,
+nor has a setting that acts on warnings: none of its runs shows what was warned of.
 """
 
 import argparse
@@ -18,15 +19,16 @@ import numpy as np
 from tqdm import tqdm
 
 from experiments.collapse.analyse import RAW, Run, judge, read_runs
+from experiments.collapse.config import SETTINGS
 from lld_jax import phases
 from lld_jax.phases import Thresholds
 
 GRID: dict[str, Sequence[float]] = {
-    "patience": (2, 3, 5),
+    "patience": (3, 5),
     "displaced": (0.006, 0.008, 0.01, 0.012),
-    "fall": (0.15, 0.25, 0.4),
+    "fall": (0.15, 0.25),
     "fall_relative": (0.5, 1.0),
-    "reward_fall": (0.2, 0.25, 0.3),
+    "reward_fall": (0.2, 0.25, 0.3, 0.4),
     "gradient": (3.0, 5.0),
     "entropy": (1.5, 2.0, 3.0),
 }
@@ -111,6 +113,8 @@ def main() -> None:
         runs = read_runs(args.raw)
     except ValueError as error:
         parser.error(f"--raw: {error}")
+    acting = {name for name, it in SETTINGS.items() if "diagnostics.action" in it}
+    runs = {key: series for key, series in runs.items() if key[0] not in acting}
     mine = {key: series for key, series in runs.items() if key[1] in args.fit}
     others = {key: series for key, series in runs.items() if key[1] not in args.fit}
     if not mine or not others:
