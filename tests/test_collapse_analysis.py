@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from collapse_runs import RISE, write_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib import image
@@ -15,7 +16,6 @@ from matplotlib import image
 from experiments.collapse import analyse, plot
 
 NAN = math.nan
-RISE = [0.1] * 10 + [0.6] * 20  # peak .6, first reached by the mean at step 19
 
 
 def rewards(*parts):
@@ -119,28 +119,6 @@ def test_the_step_of_collapse_is_that_of_the_words(parts):
 
 
 # Phases
-
-
-def write_run(folder, name, reward, *, final=None, **columns):
-    """A CSV as a run writes it: 4 digits, empty cells, the last evaluation alone."""
-    folder.mkdir(exist_ok=True)
-    header = [*analyse.COLUMNS, "extra"]
-    lines = [",".join(header)]
-    for step, value in enumerate(reward):
-        cells = {"step": step, "reward": value, "extra": 7}
-        cells |= {column: values[step] for column, values in columns.items()}
-        lines.append(
-            ",".join(
-                f"{cells[c]:.4g}" if c in cells and not math.isnan(cells[c]) else ""
-                for c in header
-            )
-        )
-    if final is not None:
-        cells = {"step": len(reward), "greedy": final[0], "sampled": final[1]}
-        lines.append(",".join(str(cells.get(column, "")) for column in header))
-    path = folder / f"{name}.csv"
-    path.write_text("\n".join(lines) + "\n")
-    return path
 
 
 def detector(watch, record):
