@@ -140,3 +140,16 @@ def test_the_command_names_setting_seed_and_folder(tmp_path):
     assert line[1:3] == ["-m", "lld_jax.main"]
     assert line[3].endswith("experiments/collapse/config.py:kl10")
     assert line[4:] == [f"--workdir={tmp_path}", "--config.seed=3", "--config.steps=2"]
+
+
+def test_what_ended_after_its_runner_gets_its_raw_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "prepare", lambda folder: None)
+    monkeypatch.setattr(run, "run_all", lambda todo, *_: iter(todo and [1 / 0]))
+    workdir = tmp_path / "runs" / "grpo-3"
+    with metrics.MetricsWriter(workdir, tensorboard=False) as writer:
+        writer.write(0, {"reward/mean": 0.5})
+    (workdir / "summary.json").write_text("{}")
+    folders = [f"--runs={tmp_path / 'runs'}", f"--raw={tmp_path / 'raw'}"]
+    args = run.parse(["--settings=grpo", "--seeds=3", *folders])
+    assert run.main(args) == 0
+    assert (tmp_path / "raw" / "grpo-3.csv").read_text().splitlines()[1][:5] == "0,0.5"

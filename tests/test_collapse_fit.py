@@ -73,3 +73,17 @@ def test_seeds_are_needed_on_both_sides(folder, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         fit.main()
     assert "seeds are needed on both sides" in capsys.readouterr().err
+
+
+def test_settings_are_chosen_by_name(folder, monkeypatch, capsys):
+    arguments = ["fit", f"--raw={folder}", "--settings=grpo,roll_back"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    with pytest.raises(SystemExit):
+        fit.main()
+    assert "--settings: roll_back; legal: some of grpo,half_lr" in (
+        capsys.readouterr().err
+    )
+    monkeypatch.setattr(fit, "GRID", {"displaced": (0.01,)})
+    monkeypatch.setattr(sys, "argv", [*arguments[:2], "--settings=grpo"])
+    fit.main()
+    assert "0 of 0 false alarms" in capsys.readouterr().out

@@ -1,6 +1,7 @@
 """Fits the thresholds of `lld_jax.phases` on some seeds and tests them on the others.
 
-    python -m experiments.collapse.fit [--fit=0,1] [--raw=DIR] [--json=FILE]
+    python -m experiments.collapse.fit [--settings=grpo,...] [--fit=0,1] [--raw=DIR]
+        [--json=FILE]
 
 A set of thresholds is better if more collapsed runs are warned in the first half of the
 time from the peak to the halving, less twice the false alarms; of equals, the one that
@@ -106,6 +107,7 @@ def main() -> None:
         default={0, 1},
         help="seeds to fit on",
     )
+    parser.add_argument("--settings", help="some of those in raw; default all")
     parser.add_argument("--raw", type=Path, default=RAW)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -114,7 +116,14 @@ def main() -> None:
     except ValueError as error:
         parser.error(f"--raw: {error}")
     acting = {name for name, it in SETTINGS.items() if "diagnostics.action" in it}
-    runs = {key: series for key, series in runs.items() if key[0] not in acting}
+    there = {setting for setting, _ in runs} - acting
+    chosen = set(args.settings.split(",")) if args.settings else there
+    if unknown := chosen - there:
+        parser.error(
+            f"--settings: {', '.join(sorted(unknown))}; legal: some of "
+            f"{','.join(sorted(there))}"
+        )
+    runs = {key: series for key, series in runs.items() if key[0] in chosen}
     mine = {key: series for key, series in runs.items() if key[1] in args.fit}
     others = {key: series for key, series in runs.items() if key[1] not in args.fit}
     if not mine or not others:

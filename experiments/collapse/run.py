@@ -148,12 +148,13 @@ def main(args: argparse.Namespace) -> int:
     extra = list(args.extra) + (["--config.steps=60"] if args.quick else [])
     seeds = args.seeds[:2] if args.quick else args.seeds
     # Seed by seed: whenever it is stopped, there are pairs.
-    todo = [
-        (setting, seed)
-        for seed in seeds
-        for setting in args.settings
-        if not (args.runs / f"{setting}-{seed}" / "summary.json").exists()
-    ]
+    todo = []
+    for setting, seed in ((x, seed) for seed in seeds for x in args.settings):
+        workdir = args.runs / f"{setting}-{seed}"
+        if (workdir / "summary.json").exists():  # ended, maybe after its runner
+            write_raw(workdir, args.raw / f"{setting}-{seed}.csv")
+        else:
+            todo.append((setting, seed))
     failed = 0
     with tqdm(total=len(todo), unit="run") as bar:
         for setting, seed, status in run_all(todo, args.runs, args.jobs, extra):
