@@ -26,7 +26,7 @@ from experiments.collapse import analyse
 
 PANELS = {
     "reward": "sampled reward\n(mean of 5 steps)",
-    "seen_correct": "what other questions' updates\ndo to a correct token (nats)",
+    "seen_correct": "correct tokens, moved by\nother updates (nats)",
     "logp_correct": "log-prob. per token\nof correct answers",
     "grad_norm": "gradient norm",
     "entropy": "entropy (nats)",
@@ -95,7 +95,7 @@ def draw(
     figure, axes = plt.subplots(
         len(PANELS),
         len(settings),
-        figsize=(10, 10),
+        figsize=(max(10.0, 2.7 * len(settings)), 10),
         sharex=True,
         sharey="row",
         squeeze=False,
