@@ -62,13 +62,13 @@ def test_questions_are_one_hop_names(tmp_path, monkeypatch):
 def test_the_start_is_the_tiny_policy_with_another_habit(tmp_path, monkeypatch):
     monkeypatch.setattr(start, "DEMOS", 400)
     shown = []
-    demonstrate = start.demonstrate
+    demonstrate = start.make.demonstrate
 
     def watched(*args, **kwargs):
         shown.extend(demonstrate(*args, **kwargs))
         return shown
 
-    monkeypatch.setattr(start, "demonstrate", watched)
+    monkeypatch.setattr(start.make, "demonstrate", watched)
     start.write(tmp_path / "start", worlds=1, steps=1)
     counts = collections.Counter(demo.behaviour for demo in shown)
     assert set(counts) == set(start.HABIT) and len(shown) == 400

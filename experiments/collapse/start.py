@@ -10,7 +10,6 @@ other ways, and its weights differ in the last digits.
 """
 
 import argparse
-import dataclasses
 import random
 import tempfile
 from pathlib import Path
@@ -19,17 +18,11 @@ import jax
 import jax.numpy as jnp
 
 from experiments.warm_start import make
-from experiments.warm_start.demos import Demo
-from experiments.warm_start.demos import make as demonstrate
 from lld_jax import hf, world
-from lld_jax.environment import SearchEnvironment
-from lld_jax.retrieval.build import open_index
-from lld_jax.search import Codec, load_template
 
 SOURCE = Path(hf.__file__).parent / "assets" / "tiny_qwen2.5"
 HABIT = {"right": 0.15, "guess": 0.55, "wrong_page": 0.3}
 WORLDS, DEMOS, STEPS = 8, 3000, 150
-K, MAX_PROMPT = 1, 60
 
 
 def is_asked(question: world.WorldQuestion) -> bool:
@@ -37,40 +30,23 @@ def is_asked(question: world.WorldQuestion) -> bool:
     return question.hops == 1 and question.golden_answers[0][0].isupper()
 
 
-def _demos(codec: Codec, seed: int, folder: Path) -> list[Demo]:
-    """Demonstrations on the world of one seed; RL's world has another."""
-    whole = world.generate(seed, make.SIZE)
-    asked = {
-        split: tuple(filter(is_asked, questions))
-        for split, questions in whole.questions.items()
-    }
-    corpus = folder / f"{seed}.jsonl"
-    world.write_corpus(whole, corpus)
-    environment = SearchEnvironment(
-        codec=codec,
-        retriever=open_index(corpus),
-        template=load_template("short"),
-        k=K,
-        max_observation=60,
-        max_prompt=MAX_PROMPT,
-    )
-    return demonstrate(
-        dataclasses.replace(whole, questions=asked),
-        environment,
-        codec,
-        rng=random.Random(seed),
-        count=DEMOS,
-        turns=2,
-        behaviours={"good": HABIT, "one_hop": HABIT},
-    )
-
-
 def write(out: Path, *, worlds: int = WORLDS, steps: int = STEPS) -> None:
     """Writes the folder `out`, as `lld_jax.hf` reads it."""
     codec, made = hf.load_codec(SOURCE), []
     with tempfile.TemporaryDirectory() as scratch:
         for seed in range(make.FIRST_SEED, make.FIRST_SEED + worlds):
-            made += _demos(codec, seed, Path(scratch))
+            made += make.demonstrate(
+                codec,
+                seed,
+                DEMOS,
+                Path(scratch),
+                asked=is_asked,
+                behaviours={"good": HABIT, "one_hop": HABIT},
+                k=1,
+                max_prompt=60,
+                max_observation=60,
+                turns=2,
+            )
     random.Random(0).shuffle(made)
     params = make.train(
         list(make.pack(made)),

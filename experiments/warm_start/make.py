@@ -6,11 +6,12 @@ The same arguments give the same folder. README.md states what came out.
 """
 
 import argparse
+import dataclasses
 import json
 import random
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
@@ -89,8 +90,18 @@ def write_configs(folder: Path, codec_ids: dict[str, int]) -> None:
 
 
 def demonstrate(
-    codec: Codec, seed: int, count: int, folder: Path
-) -> tuple[list[demos.Demo], world.World]:
+    codec: Codec,
+    seed: int,
+    count: int,
+    folder: Path,
+    *,
+    asked: Callable[[world.WorldQuestion], bool] = lambda question: True,
+    behaviours: demos.Behaviours = demos.BEHAVIOURS,
+    k: int = 2,
+    max_prompt: int = 72,
+    max_observation: int = 80,
+    turns: int = 4,
+) -> list[demos.Demo]:
     """Demonstrations on the world of one seed, searched with the real index."""
     w = world.generate(seed, SIZE)
     corpus = folder / f"{seed}.jsonl"
@@ -99,13 +110,20 @@ def demonstrate(
         codec=codec,
         retriever=open_index(corpus),
         template=load_template("short"),
-        k=2,
-        max_observation=80,
-        max_prompt=72,
+        k=k,
+        max_observation=max_observation,
+        max_prompt=max_prompt,
     )
-    rng = random.Random(seed)
-    made = demos.make(w, environment, codec, rng=rng, count=count, turns=4)
-    return made, w
+    chosen = {name: tuple(filter(asked, qs)) for name, qs in w.questions.items()}
+    return demos.make(
+        dataclasses.replace(w, questions=chosen),
+        environment,
+        codec,
+        rng=random.Random(seed),
+        count=count,
+        turns=turns,
+        behaviours=behaviours,
+    )
 
 
 def pack(rows: list[demos.Demo]) -> Iterator[dict[str, np.ndarray]]:
@@ -237,7 +255,7 @@ def main() -> None:
         codec = hf.load_codec(source)
         made = []
         for seed in tqdm(seeds, desc="demonstrations"):
-            made += demonstrate(codec, seed, args.demos, Path(scratch))[0]
+            made += demonstrate(codec, seed, args.demos, Path(scratch))
         random.Random(args.seed).shuffle(made)
         rows = list(pack(made))
         lengths = np.array([len(d.ids) for d in made])
