@@ -22,7 +22,7 @@ PHASES = ("healthy", "stagnation", "decay", "collapse")
 class Thresholds:
     """When a phase begins; means are over the last `window` steps.
 
-    Fitted on runs of `experiments/collapse` and tested on others of them.
+    `experiments/collapse` compares them with others, and says how often they err.
     """
 
     window: int = 10
@@ -30,9 +30,7 @@ class Thresholds:
     rise: float = 0.02  # of the reward over a window that is called a rise
     fall: float = 0.15  # nats a token that correct answers are below their best mean
     fall_relative: float = 0.5  # and that as a share of the best mean
-    displaced: float = (
-        0.008  # nats a token that other updates take from correct answers
-    )
+    displaced: float = 0.008  # nats a token that correct answers lose to other updates
     learned: float = 1.25  # times its start that the reward's peak is, to be a loss
     reward_fall: float = 0.25  # share of its peak that the reward has lost
     gradient: float = 3.0  # times its median so far

@@ -153,3 +153,11 @@ def test_what_ended_after_its_runner_gets_its_raw_file(tmp_path, monkeypatch):
     args = run.parse(["--settings=grpo", "--seeds=3", *folders])
     assert run.main(args) == 0
     assert (tmp_path / "raw" / "grpo-3.csv").read_text().splitlines()[1][:5] == "0,0.5"
+
+
+def test_a_quick_run_keeps_to_folders_of_its_own():
+    whole, quick = run.parse([]), run.parse(["--quick"])
+    assert (whole.runs, whole.raw) == (run.ROOT / "runs/collapse", run.RAW)
+    assert quick.runs == run.ROOT / "runs/collapse_quick"
+    assert quick.raw == quick.runs / "raw"
+    assert run.parse(["--quick", "--raw=x"]).raw == run.Path("x")

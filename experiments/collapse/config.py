@@ -18,6 +18,7 @@ from lld_jax.config import ConfigError
 
 # What a setting changes. All but the `llds` ones are plain GRPO with something else.
 PLAIN = {"llds.coef": 0.0}
+SLOWER = {"optim.lr": 4e-4, "steps": 200, "eval.every": 200}
 LONG = {"steps": 300, "eval.every": 300}
 SETTINGS: dict[str, dict[str, object]] = {
     "grpo": PLAIN,
@@ -42,10 +43,9 @@ SETTINGS: dict[str, dict[str, object]] = {
         "checkpoint.keep": 4,
     },
     # Between the two rates.
-    "slower": PLAIN | {"optim.lr": 4e-4, "steps": 200, "eval.every": 200},
-    "llds_slower": {"optim.lr": 4e-4, "steps": 200, "eval.every": 200},
-    "llds_slower_1": {"optim.lr": 4e-4, "steps": 200, "eval.every": 200}
-    | {"llds.coef": 1.0},
+    "slower": PLAIN | SLOWER,
+    "llds_slower": SLOWER,
+    "llds_slower_1": SLOWER | {"llds.coef": 1.0},
     # Half the rate, for longer.
     "half_lr_long": PLAIN | {"optim.lr": 2.5e-4} | LONG,
     "llds_half_lr_long": {"optim.lr": 2.5e-4} | LONG,

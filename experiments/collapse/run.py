@@ -6,7 +6,8 @@
 A run is a process of `lld_jax.main` on a core of its own. The same seed gives every
 setting the same questions and the same draws. What is finished is left alone and what
 was killed goes on, so the same command may be given again; the raw metrics of each run
-are in `raw/<setting>-<seed>.csv` as they come. `--quick` takes two seeds and 60 steps.
+go to `raw/<setting>-<seed>.csv` when it ends. `--quick` takes two seeds and 60 steps,
+in folders of its own: `runs/collapse_quick`, and `raw` in it.
 """
 
 import argparse
@@ -191,10 +192,15 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--jobs", type=jobs, default=2, help="runs at a time")
     parser.add_argument("--quick", action="store_true", help="2 seeds of 60 steps")
-    parser.add_argument("--runs", type=Path, default=ROOT / "runs/collapse")
-    parser.add_argument("--raw", type=Path, default=RAW)
+    parser.add_argument("--runs", type=Path)
+    parser.add_argument("--raw", type=Path)
     parser.add_argument("extra", nargs="*", help="flags of lld_jax.main, after --")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    # A short run must not pass for a whole one, nor replace its metrics.
+    name = "collapse_quick" if args.quick else "collapse"
+    args.runs = args.runs or ROOT / "runs" / name
+    args.raw = args.raw or (args.runs / "raw" if args.quick else RAW)
+    return args
 
 
 if __name__ == "__main__":
