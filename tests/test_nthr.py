@@ -92,3 +92,8 @@ def test_a_micro_batch_must_hold_whole_groups(config):
     config.optim.micro_rows = 2
     with pytest.raises(config_lib.ConfigError, match="multiple of rollout.group 3"):
         config_lib.check(config, devices=1)
+    config.optim.micro_rows, config.optim.packing = 3, True
+    with pytest.raises(config_lib.ConfigError, match="'nthr'.*legal with .* is 'all'"):
+        config_lib.check(config, devices=1)
+    config.optim.packing = False
+    config_lib.check(config, devices=1)

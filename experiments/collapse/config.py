@@ -53,6 +53,7 @@ SETTINGS: dict[str, dict[str, object]] = {
     "llds_token": {"llds.gate": "token"},
     "llds_response": {"llds.gate": "response"},
     "llds_anchor": {"llds.anchor": 5},
+    "llds_anchor_1": {"llds.anchor": 5, "llds.coef": 1.0},
     "llds_positive": {"llds.preserve": "positive"},
     "llds_positive_1": {"llds.preserve": "positive", "llds.coef": 1.0},
     "llds_half_lr": {"optim.lr": 2.5e-4},
@@ -93,6 +94,7 @@ def get_config(arg: str = "llds") -> ConfigDict:
     config.optim.warmup = 5
     config.optim.updates = 5
     config.optim.micro_rows = 10
+    config.optim.packing = False  # as the runs in `raw/` were made
     config.eval.every = 120
     config.eval.max_turns = 1
     config.eval.limit = 200

@@ -75,6 +75,7 @@ def fit_config(
     config.rollout.questions = config.optim.updates = questions
     config.rollout.group = rollouts
     config.optim.micro_rows = fitting[-1]
+    config.optim.packing = False  # `make_displace` gives each response a row
     if lr is not None:
         config.optim.lr = lr
     if optimizer == "sgd":  # see `make_displace`

@@ -105,6 +105,7 @@ def score_cached(case: Case, how: Program) -> jax.Array:
                 rows_E=None,
                 end=at + 1,
                 at_once=1,
+                head_last=False,
                 dtype=dtype,
                 layout=serving,
             )
