@@ -1,13 +1,10 @@
-"""Causal attention: over a whole row in query blocks, and over a cache in key blocks.
+"""Causal attention over whole rows, in query blocks that run anywhere.
 
-Both use grouped heads, float32 scores and never build `[T, T]` of a long row.
+Grouped heads, float32 scores; `[T, T]` of a long row is never built.
 """
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
-
-from lld_jax.parallel import Layout
 
 _MASKED = -1e30
 
@@ -66,117 +63,3 @@ def row_attention(
         for start in range(0, T, block)
     ]
     return jnp.transpose(jnp.concatenate(outs, axis=3), (0, 3, 1, 2, 4))
-
-
-def cache_attention(
-    q_ExNxKxGxH: jax.Array,
-    k_ExNxKxH: jax.Array,
-    v_ExNxKxH: jax.Array,
-    cache: tuple[jax.Array, jax.Array],
-    layer: jax.Array,
-    *,
-    rows_E: jax.Array | None,
-    positions_ExN: jax.Array,
-    end: jax.Array,
-    at_once: int,
-    layout: Layout,
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """Writes new keys and values into the cache, then attends to what it holds.
-
-    Args:
-      cache: keys `[L, C, R, K, H, S]` and values `[L, C, R, K, S, H]`: C blocks of S
-        positions, so that what a step reads of a layer lies together, each the way
-        round in which a product takes it as it is; layer: which L.
-      rows_E: the slot of each entry; None when entry e is slot e (decode). Entries
-        are grouped by the shard that owns their slot.
-      positions_ExN: where each new token stands in its slot; C S or more: not written.
-      end: how many positions must be read, a traced scalar. Positions beyond a slot's
-        own end change none of its bits: they add exact zeros.
-      at_once: blocks under one softmax, at most C.
-
-    Returns:
-      attention output `[E, N, K, G, H]` and the cache.
-    """
-
-    def local(q, k, v, k_cache, v_cache, layer, rows, positions, end):
-        _, C, R, K, S, H = v_cache.shape
-        block = at_once * S
-        # Batch axes first, as above; in another order a CPU has no bfloat16 product.
-        q = jnp.swapaxes(q * H**-0.5, 1, 2)
-        if rows is None:
-            at = jnp.arange(R)
-        else:
-            at = rows = rows - jax.lax.axis_index(layout.batch) * R
-        to, place, every = positions // S, positions % S, slice(None)
-        to = (layer, to, at[:, None], every)
-        k_cache = k_cache.at[*to, every, place].set(k, mode="drop")
-        v_cache = v_cache.at[*to, place].set(v, mode="drop")
-
-        def read(cache, first, axis):
-            """The next blocks, joined at `axis`, of all slots or of those in `rows`."""
-
-            def some(row, number):
-                start = (layer, first, row, 0, 0, 0)
-                size = (1, at_once, number, *cache.shape[3:])
-                piece = jax.lax.dynamic_slice(cache, start, size)[0]
-                shape = [number, *cache.shape[3:]]
-                shape[axis] *= at_once
-                return jnp.moveaxis(piece, 0, axis).reshape(shape)
-
-            if rows is None:
-                return some(0, R)
-            return jax.vmap(lambda row: some(row, 1)[0])(rows)
-
-        def body(i, carry):
-            peak, total, out = carry
-            # The last blocks may be some that were read before: not seen again.
-            first = jnp.minimum(i * at_once, C - at_once)
-            s = first * S + jnp.arange(block)
-            scores = jnp.einsum(
-                "ekngh,ekhs->ekngs",
-                q,
-                read(k_cache, first, 3),
-                preferred_element_type=jnp.float32,
-            )
-            seen = (s >= i * block) & (s <= positions[:, :, None])
-            seen = seen[:, None, :, None]
-            scores = jnp.where(seen, scores, _MASKED)
-            # Position 0 is seen by all, so the peak is never that of a masked score.
-            top = jnp.maximum(peak, scores.max(-1))
-            shrink = jnp.exp(peak - top)
-            p = jnp.exp(scores - top[..., None])
-            total = total * shrink + p.sum(-1)
-            value = read(v_cache, first, 2)
-            out = out * shrink[..., None] + jnp.einsum(
-                "ekngs,eksh->ekngh",
-                p.astype(value.dtype),
-                value,
-                preferred_element_type=jnp.float32,
-            )
-            return top, total, out
-
-        # Derived from q, so that shard_map knows over which axes the carry varies.
-        zero = q[..., 0].astype(jnp.float32) * 0
-        init = (zero + _MASKED, zero, q.astype(jnp.float32) * 0)
-        _, total, out = jax.lax.fori_loop(0, -(-end // block), body, init)
-        out = jnp.swapaxes(out / total[..., None], 1, 2)
-        return out.astype(q.dtype), k_cache, v_cache
-
-    b, h = layout.batch, layout.heads
-    kv, cached = P(b, None, h), P(None, None, b, h)
-    out, *cache = jax.shard_map(
-        local,
-        mesh=layout.mesh,
-        in_specs=(kv, kv, kv, cached, cached, P(), P(b), P(b), P()),
-        out_specs=(kv, cached, cached),
-    )(
-        q_ExNxKxGxH,
-        k_ExNxKxH.astype(cache[0].dtype),
-        v_ExNxKxH.astype(cache[1].dtype),
-        *cache,
-        layer,
-        rows_E,
-        positions_ExN,
-        end,
-    )
-    return out, tuple(cache)

@@ -38,6 +38,7 @@ class Shapes:
     # Rows of narrower decode steps, for when few slots run. A row's last bits depend
     # on how many there are: with widths, log-probs depend on the time replies take.
     widths: tuple[int, ...] = ()
+    head_last: bool = False  # keys lie as values do, which accelerators want
 
     @property
     def positions(self) -> int:
@@ -105,10 +106,13 @@ def make_programs(
     kv = (config.layers, S // block, R, config.kv_heads)
     table = np.asarray(stop.next_state)
 
+    sides = (config.head_dim, block)
+    sides = sides[::-1] if shapes.head_last else sides
+
     def init():
         zeros = {name: jnp.zeros(R, jnp.int32) for name in _PER_SLOT}
         return zeros | {
-            "k": jnp.zeros((*kv, config.head_dim, block), dtype),
+            "k": jnp.zeros((*kv, *sides), dtype),
             "v": jnp.zeros((*kv, block, config.head_dim), dtype),
             "hidden": jnp.zeros((R, config.width), dtype),
             "prompt_hidden": jnp.zeros((R, config.width), dtype),
@@ -129,6 +133,7 @@ def make_programs(
             end=jnp.max(jnp.where(n > 0, start + n, 0)),
             # The softmax of many tokens over few keys is dearer than its products.
             at_once=min(4, S // block),
+            head_last=shapes.head_last,
             dtype=dtype,
             layout=layout,
         )
@@ -186,6 +191,7 @@ def make_programs(
                 rows_E=rows,
                 end=jnp.max(jnp.where(running, length, 0)) + 1,
                 at_once=1,
+                head_last=shapes.head_last,
                 dtype=dtype,
                 layout=layout,
             )
@@ -280,7 +286,7 @@ def _write(slots, rows, new):
 def _copy_prompts(cache, src, dst, blocks, *, layout):
     """Copies the first `blocks[e]` key blocks of slot `src[e]` to slot `dst[e]`.
 
-    The cache is as in `attention.cache_attention`. Only what is there is read, and the
+    The cache is as in `cached.cache_attention`. Only what is there is read, and the
     cache is written in place.
     """
 

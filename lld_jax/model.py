@@ -14,12 +14,14 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from lld_jax import attention, logprobs, parallel
+from lld_jax import cached, kernels, logprobs, parallel
 from lld_jax.parallel import Layout
 
 # attend(q, k, v, cache, layer) -> (out, cache): the only thing that training,
 # extension and decoding do differently.
 Attend = Callable[..., tuple[jax.Array, Any]]
+# Positions of a batch of whole rows whose embeddings are looked up at once.
+_EMBEDDED = 512
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,13 +108,19 @@ class Qwen2(nn.Module):
     config: ModelConfig
     attend: Attend
     layout: Layout
-    remat: bool = False
+    remat: str = "none"
 
     @nn.compact
     def __call__(self, x_BxTxD, positions_BxT, cache=None):
         c = self.config
         angle = _angles(c, positions_BxT)
-        block = nn.remat(Block, prevent_cse=False) if self.remat else Block
+        block = Block
+        if self.remat != "none":
+            # Of a layer, its input is kept for the backward pass, and for 'attention'
+            # what attention gave.
+            kept = [kernels.SAVED] if self.remat == "attention" else []
+            policy = jax.checkpoint_policies.save_only_these_names(*kept)
+            block = nn.remat(Block, prevent_cse=False, policy=policy)
         layers = nn.scan(
             block,
             variable_axes={"params": 0},
@@ -187,18 +195,24 @@ def hidden_states(
     *,
     dtype: jnp.dtype,
     layout: Layout,
-    remat: bool = False,
+    remat: str = "none",
+    kernel: str = "blocked",
     block: int = 512,
 ) -> jax.Array:
     """Whole rows at once: hidden states `[B, T, D]` in `dtype`.
 
-    Tokens see the earlier tokens of their own segment only (0 is padding).
+    Tokens see the earlier tokens of their own segment only (0 is padding). `kernel` and
+    `block` as in `kernels.by_name`. `remat` says what the backward pass computes again:
+    'none', 'layer', or 'attention', a layer but what attention gave.
     """
+    row_attention = kernels.by_name(kernel, layout=layout, block=block)
 
     def attend(q, k, v, cache, layer):
-        return attention.row_attention(q, k, v, segments_BxT, block=block), cache
+        return row_attention(q, k, v, segments_BxT), cache
 
-    x = logprobs.embed(params["embedding"], ids_BxT, layout=layout).astype(dtype)
+    x = logprobs.embed(
+        params["embedding"], ids_BxT, layout=layout, dtype=dtype, chunk=_EMBEDDED
+    )
     body = {"layers": params["layers"], "final_norm": params["final_norm"]}
     model = Qwen2(config, attend, layout, remat)
     hidden, _ = model.apply({"params": body}, layout.constrain(x), positions_BxT)
@@ -215,16 +229,17 @@ def cached_hidden_states(
     rows_E: jax.Array | None,
     end: jax.Array,
     at_once: int,
+    head_last: bool,
     dtype: jnp.dtype,
     layout: Layout,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """Appends tokens to cached slots: hidden states `[E, N, D]` and the new cache.
 
-    `params` come from a `publisher`. Other arguments as in `attention.cache_attention`.
+    `params` come from a `publisher`. Other arguments as in `cached.cache_attention`.
     """
 
     def attend(q, k, v, cache, layer):
-        return attention.cache_attention(
+        return cached.cache_attention(
             q,
             k,
             v,
@@ -234,10 +249,11 @@ def cached_hidden_states(
             positions_ExN=positions_ExN,
             end=end,
             at_once=at_once,
+            head_last=head_last,
             layout=layout,
         )
 
-    x = logprobs.embed(params["embedding"], ids_ExN, layout=layout).astype(dtype)
+    x = logprobs.embed(params["embedding"], ids_ExN, layout=layout, dtype=dtype)
     x, layers = layout.constrain(x), params["layers"]
     if not isinstance(layers, list):
         body = {"layers": layers, "final_norm": params["final_norm"]}

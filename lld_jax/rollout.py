@@ -158,7 +158,8 @@ def rollout(
     Returns:
       trajectories in the order of `tasks`, unscored, and counters of the run: tokens
       `decoded` and `kept`, decode `steps` and their rows `row_steps`, `occupancy` (the
-      share of slots that hold an unfinished trajectory, while others wait for a slot),
+      share of slots that hold an unfinished trajectory, while others wait for a slot:
+      for `queued_steps`),
       `row_use` (the share of the slots that a decode step moves on), and the seconds of
       the run by what the
       device did: `seconds_extend`, `seconds_decode`, nothing for want of work
@@ -452,7 +453,34 @@ def _statistics(run: _Run) -> dict[str, float]:
     return dict(stats) | {
         "kept": sum(sum(slot.traj.mask) for slot in run.done),
         "steps": run.steps,
+        "queued_steps": steps,
         "row_use": stats["decoded"] / max(1, run.steps * R),
         # Without a queue, what it was at the start.
         "occupancy": held / (steps * R) if steps else min(1.0, len(run.done) / R),
+    }
+
+
+def combined(stats: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The counters of rollouts that ran beside each other, each on as many slots.
+
+    Counts add up, shares are means over the steps that they are of, and the seconds are
+    those of the slowest.
+    """
+    if len(stats) == 1:
+        return stats[0]
+
+    def mean(name: str, over: str) -> float:
+        weights = [some[over] for some in stats]
+        if not any(weights):
+            weights = [1] * len(stats)
+        total = sum(w * some[name] for w, some in zip(weights, stats, strict=True))
+        return total / sum(weights)
+
+    found = {}
+    for name in sorted(set().union(*stats)):
+        values = [some.get(name, 0) for some in stats]
+        found[name] = max(values) if name.startswith("seconds_") else sum(values)
+    return found | {
+        "row_use": mean("row_use", "steps"),
+        "occupancy": mean("occupancy", "queued_steps"),
     }

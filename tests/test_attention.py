@@ -9,8 +9,9 @@ import pytest
 from tiny import serving_device
 
 from lld_jax import attention
+from lld_jax import cached as cached_lib
 
-B, T, K, G, H = 2, 13, 2, 3, 4
+B, T, K, G, H = 2, 13, 2, 3, 6
 
 
 @pytest.fixture(scope="module")
@@ -61,8 +62,8 @@ def test_large_scores_stay_finite(case):
 L, R, S, BLOCK = 2, 4, 16, 4
 
 
-@pytest.fixture(scope="module")
-def cached():
+@pytest.fixture(scope="module", params=[False, True], ids=["cpu", "head_last"])
+def cached(request):
     """A cache of noise (stale keys of earlier trajectories), and jitted attention."""
     rng = np.random.default_rng(2)
     shape = (L, S // BLOCK, R, K)
@@ -70,10 +71,12 @@ def cached():
         rng.normal(size=(*shape, *last)).astype(np.float32)
         for last in ((H, BLOCK), (BLOCK, H))
     ]
+    if request.param:
+        noise[0] = np.ascontiguousarray(np.swapaxes(noise[0], 4, 5))
 
     @functools.partial(jax.jit, static_argnames="at_once")
     def attend(q, k, v, cache, rows, positions, end, at_once=1):
-        return attention.cache_attention(
+        return cached_lib.cache_attention(
             q,
             k,
             v,
@@ -83,6 +86,7 @@ def cached():
             positions_ExN=positions,
             end=end,
             at_once=at_once,
+            head_last=request.param,
             layout=serving_device(),
         )
 
@@ -91,7 +95,7 @@ def cached():
 
 def flat(k, v):
     """Keys and values of a cache as `[L, R, K, S, H]`."""
-    k = np.swapaxes(k, 4, 5)
+    k = np.asarray(k) if k.shape[5] == H else np.swapaxes(k, 4, 5)
     return [np.moveaxis(x, 1, 3).reshape(L, R, K, S, H) for x in (k, np.asarray(v))]
 
 

@@ -214,15 +214,24 @@ class Continue:
         return enumerate(Reply(None, "answered") for _ in turns)
 
 
-@pytest.mark.parametrize("name", ["a", "b", "a_bf16"])
-def test_greedy_continuation_through_the_cache(golden, name):
+@pytest.mark.parametrize(
+    ("name", "head_last"), [("a", False), ("a", True), ("b", False), ("a_bf16", False)]
+)
+def test_greedy_continuation_through_the_cache(golden, name, head_last):
     """Prompts of 9 and 14 tokens in pieces of 8, then 20 greedy tokens in slots."""
     config, params = load(name)
     ids, _, mask = inputs(golden, name[0])
     prompts = [row[real == 1].tolist() for row, real in zip(ids, mask, strict=True)]
     programs = decoding.make_programs(
         config,
-        decoding.Shapes(slots=3, tokens=40, extend_rows=2, extend_tokens=8, block=16),
+        decoding.Shapes(
+            slots=3,
+            tokens=40,
+            extend_rows=2,
+            extend_tokens=8,
+            block=16,
+            head_last=head_last,
+        ),
         stop_table([b"x"] * config.vocab),
         dtype=jnp.float32,
         valid_vocab=config.vocab,

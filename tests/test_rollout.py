@@ -1,7 +1,9 @@
 """Whole rollouts of the small policy: the sampler and the trainer see the same text."""
 
+import gc
 import random
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 from slow import Slow
 from tiny import serving_device
 
+from lld_jax import agent as agent_lib
 from lld_jax import decoding, metrics
 from lld_jax.batch import pack
 from lld_jax.rollout import Limits, Sampling, rollout, tasks_of
@@ -40,6 +43,35 @@ def test_the_batch_is_worth_testing_with(trajectories):
     assert {t.reward for t in trajectories} == {0.0, 1.0}
     turns = [sum(s.kind == "action" for s in t.spans) for t in trajectories]
     assert {1, 2, 3} <= set(turns)
+
+
+def test_the_cache_and_the_published_weights_are_freed_before_the_update(
+    agent, params, tasks
+):
+    """Memory is that of the larger of the two phases, not their sum."""
+    shapes = agent.programs.shapes
+
+    def held():
+        gc.collect()
+        cache = shapes.positions // shapes.block, shapes.slots
+        live = jax.live_arrays()
+        caches = [x for x in live if x.ndim == 6 and x.shape[1:3] == cache]
+        return len(caches), sum(x.nbytes for x in live)
+
+    before = held()
+    seen = []
+    rollout(
+        agent.programs,
+        agent_lib.publisher(agent)(params),
+        agent.environment,
+        tasks,
+        Limits(max_turns=1, max_action=agent.config.rollout.max_action),
+        Sampling(),
+        seed=3,
+        on_progress=lambda done: seen or seen.append(held()),
+    )
+    assert seen[0][0] == before[0] + 2  # keys and values, while it ran
+    assert held() == before
 
 
 def test_sampler_logps_are_those_of_the_training_program(
