@@ -112,8 +112,8 @@ def of_updates(
 
     Args:
       outs: of each update, the sums of `losses.objective` and `signals.of_tokens` with
-        `gap` (sum over action tokens of |sampler logp - training logp|), `norm` and
-        `skipped`.
+        `gap` (sum over action tokens of |sampler logp - training logp|), `padding` (of
+        the `places` that were computed, those without a token), `norm` and `skipped`.
       coef: lambda of these updates; None: the settings'.
     """
     total = {k: sum(np.asarray(out[k], float) for out in outs) for k in outs[0]}
@@ -158,6 +158,7 @@ def of_updates(
             "grad/norm_max": float(np.max([out["norm"] for out in outs])),
             "grad/skipped": float(total["skipped"]),
             "batch/action_tokens": float(tokens),
+            "batch/padding": share("padding", "places"),
         }
     )
 
@@ -195,7 +196,7 @@ def of_displacement(
 
     Args:
       advantages, moved, tokens: `[B]` in the order of `trajectories`; the last two
-        from `signals.row_displacement` of the log-probs after the updates and before.
+        from `signals.displacements` of the log-probs after the updates and before.
 
     Returns:
       `lld/displacement_*`, the mean of `new - old` over action tokens by sign;

@@ -10,17 +10,17 @@ import jax.numpy as jnp
 import optax
 
 from lld_jax import model, nthr, signals
-from lld_jax.agent import Agent
-from lld_jax.update import forward_functions, loss_config
+from lld_jax.policy import Policy
+from lld_jax.update import filled, forward_functions, loss_config
 
 
-def make_nthr(agent: Agent) -> Any:
+def make_nthr(policy: Policy) -> Any:
     """`nthr_fn(params, batch) -> advantages`, `[n, m, T]`: see `nthr.py`.
 
     A micro-batch holds whole groups, which `config.check` saw to.
     """
-    hidden, score = forward_functions(agent)
-    group, rows = agent.config.rollout.group, agent.config.optim.micro_rows
+    hidden, score = forward_functions(policy)
+    group, rows = policy.config.rollout.group, policy.config.optim.micro_rows
 
     def one(params, micro):
         states = hidden(params, micro)
@@ -36,11 +36,11 @@ def make_nthr(agent: Agent) -> Any:
     def nthr_fn(params, batch):
         return jax.lax.map(lambda micro: one(params, micro), batch)
 
-    sharding = agent.training.sharding(None, agent.training.batch)
+    sharding = policy.training.sharding(None, policy.training.batch)
     return jax.jit(nthr_fn, out_shardings=sharding)
 
 
-def make_probes(agent: Agent) -> tuple[Any, Any]:
+def make_probes(policy: Policy) -> tuple[Any, Any]:
     """`norms_fn` and `moved_fn`, jitted: what diagnostics look at now and then.
 
     `norms_fn(params, batch, weights, scalars, count)`: norms of the gradients, with
@@ -48,14 +48,16 @@ def make_probes(agent: Agent) -> tuple[Any, Any]:
     LLDS (`grad/llds`), on the first `count` micro-batches of an optimizer batch, and
     the cosine between the two (`grad/cosine`, 0 if one vanishes).
 
-    `moved_fn(new, old, mask)`: `signals.row_displacement` of all rows.
+    `moved_fn(new, old, mask, segments, places)`: `signals.displacements`.
     """
-    settings, (hidden, score) = loss_config(agent.config), forward_functions(agent)
-    layout = agent.training
+    settings, (hidden, score) = loss_config(policy.config), forward_functions(policy)
+    layout = policy.training
 
     def norms_fn(params, batch, weights, scalars, count):
-        def one(i, grads):
-            micro, w = jax.tree.map(lambda x: x[i], (batch, weights))
+        order, number = filled(batch, 0, count)
+
+        def one(k, grads):
+            micro, w = jax.tree.map(lambda x: x[order[k]], (batch, weights))
 
             def two(params):
                 states = hidden(params, micro)
@@ -67,7 +69,7 @@ def make_probes(agent: Agent) -> tuple[Any, Any]:
             return jax.tree.map(jnp.add, grads, new)
 
         zeros = [jax.tree.map(jnp.zeros_like, params)] * 2
-        policy, llds = jax.lax.fori_loop(0, count, one, zeros)
+        policy, llds = jax.lax.fori_loop(0, number, one, zeros)
         a, b = optax.tree.norm(policy), optax.tree.norm(llds)
         both = optax.tree.vdot(policy, llds)
         cosine = jnp.where(a * b > 0, both / jnp.where(a * b > 0, a * b, 1.0), 0.0)
@@ -76,5 +78,5 @@ def make_probes(agent: Agent) -> tuple[Any, Any]:
     whole = layout.sharding()
     return (
         jax.jit(norms_fn, out_shardings=whole),
-        jax.jit(signals.row_displacement, out_shardings=whole),
+        jax.jit(signals.displacements, out_shardings=whole),
     )

@@ -120,13 +120,24 @@ def action_numbers(mask: Array, segments: Array | None = None) -> Array:
     return jnp.where(ids > 0, ids - jnp.take_along_axis(first, segments, 1) + 1, 0)
 
 
-def row_displacement(new: Array, old: Array, mask: Array) -> tuple[Array, Array]:
-    """The sum of `new - old` over a row's action tokens, and their number.
+def displacements(
+    new: Array, old: Array, mask: Array, segments: Array, places: Array
+) -> tuple[Array, Array]:
+    """The sum of `new - old` over a trajectory's action tokens, and their number.
 
-    `[..., T]` -> two `[...]`: the paper's displacement of a response.
+    The paper's displacement of a response.
+
+    Args:
+      new, old, mask, segments: `[n, m, T]`; places: `[B, 4]` as in `packing`.
+    Returns: two `[B]`, in the order of the places.
     """
     keep = jnp.asarray(mask) != 0
-    return losses.displacement(new, old, keep).sum(-1), keep.sum(-1)
+    size = keep.shape[-1] + 1
+    of_row = jax.vmap(partial(jax.ops.segment_sum, num_segments=size))
+    sums = jax.vmap(of_row)  # [n, m, segments]
+    at = tuple(jnp.asarray(places)[:, :3].T)
+    moved = sums(losses.displacement(new, old, keep), segments)
+    return moved[at], sums(keep.astype(jnp.int32), segments)[at]
 
 
 def ratio_edges() -> np.ndarray:

@@ -137,9 +137,13 @@ def test_quantiles_of_the_ratios(seed, spread, share):
     assert signals.ratio_quantile(np.zeros(256), share) == 1.0
 
 
-def test_row_displacement_counts_action_tokens_alone():
-    new = np.array([[1.0, 2.0, np.nan], [5.0, 5.0, 5.0]])
-    old = np.array([[0.5, 1.0, 0.0], [5.0, 5.0, 5.0]])
-    moved, tokens = signals.row_displacement(new, old, np.array([[1, 1, 0], [0, 0, 0]]))
-    np.testing.assert_array_equal(moved, [1.5, 0.0])
-    np.testing.assert_array_equal(tokens, [2, 0])
+def test_displacements_count_action_tokens_of_each_trajectory():
+    """Two in the first row, one in the second, and none in the third."""
+    new = np.array([[[1.0, 2.0, np.nan, 7.0], [5.0] * 4], [[np.nan] * 4] * 2])
+    old = np.array([[[0.5, 1.0, 0.0, 4.0], [5.0] * 4], [[0.0] * 4] * 2])
+    mask = np.array([[[1, 1, 0, 1], [0, 1, 1, 0]], np.zeros((2, 4))], int)
+    segments = np.array([[[1, 1, 2, 2], [1, 1, 1, 0]], np.zeros((2, 4))], int)
+    places = np.array([[0, 0, 2, 2], [0, 1, 1, 0], [0, 0, 1, 0]])
+    moved, tokens = signals.displacements(new, old, mask, segments, places)
+    np.testing.assert_array_equal(moved, [3.0, 0.0, 1.5])
+    np.testing.assert_array_equal(tokens, [1, 2, 2])
