@@ -158,15 +158,19 @@ def _restore(value):
     return _NON_FINITE.get(value, value) if isinstance(value, str) else value
 
 
-def progress_bar(total: int, start: int = 0) -> tqdm:
+def progress_bar(total: int, start: int = 0, *, active: bool = True) -> tqdm:
     """A bar over steps `start`..`total` on stderr; silent where that is no terminal."""
-    return tqdm(total=total, initial=start, unit="step", disable=None)
+    off = None if active else True
+    return tqdm(total=total, initial=start, unit="step", disable=off)
 
 
 @contextmanager
-def work_bar(total: int, name: str) -> Iterator[Callable[[int], None]]:
+def work_bar(
+    total: int, name: str, *, active: bool = True
+) -> Iterator[Callable[[int], None]]:
     """A passing bar for `total` pieces of work; yields `moved(done)`."""
-    with tqdm(total=total, desc=name, leave=False, disable=None) as bar:
+    off = None if active else True
+    with tqdm(total=total, desc=name, leave=False, disable=off) as bar:
         yield bar.update
 
 

@@ -41,7 +41,10 @@ class Layout:
 def make_mesh(
     data: int, fsdp: int, tensor: int, devices: Sequence[jax.Device] | None = None
 ) -> Mesh:
-    """A mesh with Auto axes over exactly all `devices` (default: all there are)."""
+    """A mesh with Auto axes over exactly all `devices` (default: all there are).
+
+    The devices of a process are neighbours along `data`, in the order of processes.
+    """
     devices = jax.devices() if devices is None else devices
     if data * fsdp * tensor != len(devices):
         raise ValueError(
@@ -49,9 +52,48 @@ def make_mesh(
             f"{data * fsdp * tensor} devices, but there are {len(devices)}; the "
             "product must be equal to the number of devices"
         )
-    return jax.make_mesh(
-        (data, fsdp, tensor), AXES, axis_types=(AxisType.Auto,) * 3, devices=devices
-    )
+    hosts: dict[int, list[jax.Device]] = {}
+    for device in devices:
+        hosts.setdefault(device.process_index, []).append(device)
+    if data % len(hosts) or len(set(map(len, hosts.values()))) > 1:
+        raise ValueError(
+            f"mesh.data={data} must be a multiple of the {len(hosts)} processes, which "
+            f"have {[len(some) for some in hosts.values()]} devices"
+        )
+    shape, types = (data // len(hosts), fsdp, tensor), (AxisType.Auto,) * 3
+    parts = [
+        jax.make_mesh(shape, AXES, axis_types=types, devices=hosts[i]).devices
+        for i in sorted(hosts)
+    ]
+    return Mesh(np.concatenate(parts), AXES, axis_types=types)
+
+
+def local_mesh(mesh: Mesh) -> Mesh:
+    """The part of a mesh that is this process's own; with one process, all of it."""
+    mine = [d.process_index == jax.process_index() for d in mesh.devices[:, 0, 0]]
+    return Mesh(mesh.devices[mine], AXES, axis_types=mesh.axis_types)
+
+
+def to_local(tree: Any, mesh: Mesh) -> Any:
+    """The same arrays as this process alone sees them, on its `local_mesh`: no copy.
+
+    They may be split over `fsdp` and `tensor`, and not over `data`.
+    """
+
+    def of(x: jax.Array) -> jax.Array:
+        data = {shard.device: shard.data for shard in x.addressable_shards}
+        return jax.make_array_from_single_device_arrays(
+            x.shape,
+            NamedSharding(mesh, x.sharding.spec),
+            [data[device] for device in mesh.devices.flat],
+        )
+
+    return jax.tree.map(of, tree)
+
+
+def global_array(x: np.ndarray, sharding: NamedSharding) -> jax.Array:
+    """An array that every process holds whole, each device with its part of it."""
+    return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
 
 def train_layout(mesh: Mesh) -> Layout:
@@ -86,23 +128,32 @@ _ROLLOUT = {
 }
 
 
-def param_shardings(params: Any, layout: Layout) -> Any:
-    """The sharding of every parameter of a (possibly abstract) tree.
+def spec_of(path: Sequence[Any], *, sampling: bool) -> P:
+    """Which mesh axes split the parameter at a path of a tree, in one of the layouts.
 
     Its layers are stacked, or a list.
     """
-    rules = _ROLLOUT if layout.heads else _TRAIN
+    rules = _ROLLOUT if sampling else _TRAIN
+    names = _names(path)
+    spec = next(rules[n] for n in ("/".join(names[-2:]), names[-1]) if n in rules)
+    return P(*spec[1:]) if len(names) < len(path) else spec  # one layer of a list
+
+
+def _names(path: Sequence[Any]) -> list[str]:
+    return [entry.key for entry in path if isinstance(entry, DictKey)]
+
+
+def param_shardings(params: Any, layout: Layout) -> Any:
+    """The sharding of every parameter of a (possibly abstract) tree."""
 
     def of(path, leaf) -> NamedSharding:
-        names = [entry.key for entry in path if isinstance(entry, DictKey)]
-        spec = next(rules[n] for n in ("/".join(names[-2:]), names[-1]) if n in rules)
-        if len(names) < len(path):  # one layer of a list
-            spec = P(*spec[1:])
+        spec = spec_of(path, sampling=bool(layout.heads))
         for size, axes in zip(leaf.shape, spec, strict=False):
             axes = (axes,) if isinstance(axes, str) else axes or ()
             if size % layout.size(axes):
+                name = "/".join(_names(path))
                 raise ValueError(
-                    f"parameter {'/'.join(names)} has shape {leaf.shape}: {size} does "
+                    f"parameter {name} has shape {leaf.shape}: {size} does "
                     f"not divide by the mesh axes {axes} ({layout.size(axes)} devices)"
                 )
         return NamedSharding(layout.mesh, spec)

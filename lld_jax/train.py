@@ -15,14 +15,24 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from lld_jax import agent as agent_lib
-from lld_jax import checkpoint, diagnostics, evaluate, guard, hf, metrics
+from lld_jax import (
+    checkpoint,
+    diagnostics,
+    evaluate,
+    exchange,
+    guard,
+    hf,
+    metrics,
+    packing,
+    parallel,
+)
 from lld_jax.batch import make_batch
 from lld_jax.phases import Thresholds
 from lld_jax.preemption import Preempted, Stop
 from lld_jax.probes import make_nthr, make_probes
 from lld_jax.questions import question_of_draw
 from lld_jax.rollout import Sampling
-from lld_jax.update import loss_config, make_functions
+from lld_jax.update import keep_reference, loss_config, make_functions
 from lld_jax.workdir import (
     claim,
     examine,
@@ -40,26 +50,33 @@ def train(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
     """Trains until `config.steps`, resuming what `workdir` holds; returns the summary.
 
     A run that was killed and starts again gives the metrics and the parameters of one
-    that was not. `workdir.py` says what the folder holds.
+    that was not. `workdir.py` says what the folder holds. Several processes call this
+    together and see the same numbers; the first one writes.
 
     Raises:
       ConfigError: the config cannot work, or `workdir` holds another or a finished run.
       Preempted: SIGTERM or Ctrl-C came; the finished steps are saved.
       Diverged: `optim.max_bad_steps` updates in a row had no finite gradient.
       Collapsing: the run decays and `diagnostics.action` is 'stop'.
+      PeerFailed: another process failed.
     """
     # ------------------------------------------------------------------ work folder
-    workdir = examine(config, workdir)
+    workdir = exchange.first(lambda: examine(config, workdir))
+    writes = exchange.is_first()
     began = time.perf_counter()
     timers = metrics.Timers()
     with contextlib.ExitStack() as stack:
         compiled = stack.enter_context(metrics.CompileCounter())
 
         # -------------------------------------------------------- agent, questions
-        agent = agent_lib.open_agent(config)
-        draws = question_of_draw(agent.questions(config.questions.train), config.seed)
-        eval_sets = evaluate.load_sets(agent)
-        stack.enter_context(hold(claim(config, workdir)))
+        agent = exchange.agree(lambda: agent_lib.open_agent(config, trains=True))
+        draws, eval_sets = exchange.agree(
+            lambda: (
+                question_of_draw(agent.questions(config.questions.train), config.seed),
+                evaluate.load_sets(agent),
+            )
+        )
+        exchange.first(lambda: stack.enter_context(hold(claim(config, workdir))))
         settings = loss_config(config)
         init, logps_fn, update_fn, weigh = make_functions(agent)
         norms_fn, moved_fn = make_probes(agent)
@@ -67,23 +84,26 @@ def train(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
         publish = agent_lib.publisher(agent)
         rows = agent.training.sharding(None, agent.training.batch)
         micro, updates = config.optim.micro_rows, config.optim.updates
-        n = agent.rows // micro  # micro-batches of a rollout batch
+        n = agent.rows // micro  # micro-batches of a rollout batch, at most
         each = n // updates  # and of an update
 
         # ------------------------------------------------------------ state, resume
-        reference = agent_lib.load_params(agent)
-        state = init(reference)
+        params = agent_lib.load_params(agent)
+        reference = keep_reference(agent, params) if settings.kl else None
+        # The old policy of LLDS, where it is not the one that sampled.
+        lagged = {"anchor": params} if config.llds.anchor else {}
+        state = init(params)
+        del params
         checkpoints = stack.enter_context(
             checkpoint.open_checkpoints(
                 workdir / "checkpoints", keep=config.checkpoint.keep
             )
         )
         start, info = 0, {"seconds": 0.0}
-        # The old policy of LLDS, where it is not the one that sampled.
-        lagged = {"anchor": reference} if config.llds.anchor else {}
-        if checkpoint.latest_step(workdir / "checkpoints") is not None:
+        last = exchange.first(lambda: checkpoint.latest_step(workdir / "checkpoints"))
+        if last is not None:
             saved, info = checkpoint.restore(
-                checkpoints, {"state": state, "step": 0} | lagged
+                checkpoints, {"state": state, "step": 0} | lagged, last
             )
             state, start = saved.pop("state"), saved.pop("step")
             lagged = saved
@@ -91,10 +111,15 @@ def train(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
         thresholds, action = Thresholds(), config.diagnostics.action
         watch = guard.Guard(settings.llds_coef)
         if "guard" in info:
-            done = metrics.read(workdir / "metrics.jsonl")[:start]
+            done = exchange.first(lambda: metrics.read(workdir / "metrics.jsonl"))
+            done = done[:start]
             watch = guard.from_json(info["guard"], done, action, thresholds)
-        writer = stack.enter_context(metrics.MetricsWriter(workdir, start_step=start))
-        bar = stack.enter_context(metrics.progress_bar(config.steps, start))
+        writer = stack.enter_context(
+            metrics.MetricsWriter(workdir, start_step=start, active=writes)
+        )
+        bar = stack.enter_context(
+            metrics.progress_bar(config.steps, start, active=writes)
+        )
         stop = stack.enter_context(Stop())
 
         def save(metric: float | None = None) -> None:
@@ -105,7 +130,10 @@ def train(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
 
         def score() -> dict[str, float]:
             total = sum(map(len, eval_sets.values())) * len(evaluate.MODES)
-            with timers.phase("evaluation"), metrics.work_bar(total, "eval") as moved:
+            with (
+                timers.phase("evaluation"),
+                metrics.work_bar(total, "eval", active=writes) as moved,
+            ):
                 published = publish(state["params"])
                 on_progress = stop.watch(moved)
                 return evaluate.evaluate(
@@ -138,7 +166,7 @@ def train(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
                 drawn = range(first, first + config.rollout.questions)
                 with (
                     timers.phase("rollout"),
-                    metrics.work_bar(agent.rows, "rollout") as moved,
+                    metrics.work_bar(agent.rows, "rollout", active=writes) as moved,
                 ):
                     trajectories, stats = agent_lib.sample(
                         agent,
@@ -153,7 +181,8 @@ def train(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
             except Preempted:
                 save()
                 raise
-            write_trajectories(workdir, step, trajectories)
+            if writes:
+                write_trajectories(workdir, step, trajectories)
             record |= diagnostics.of_rollout(trajectories, stats)
             probe = _due(step, config.diagnostics.every)
 
@@ -165,9 +194,12 @@ def train(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
                     token_bytes=agent.codec.token_bytes,
                     std=config.loss.advantage_std,
                 )
+                places = packing.places_of(
+                    batch, config, micro_rows=micro, devices=rows.num_devices
+                )
                 inputs = {
-                    name: jax.device_put(x.reshape(n, micro, -1), rows)
-                    for name, x in batch.items()
+                    name: parallel.global_array(x, rows)
+                    for name, x in packing.lay_out(batch, places, (n, micro)).items()
                 }
                 if nthr_fn:
                     inputs["advantages"] = nthr_fn(state["params"], inputs)
@@ -176,9 +208,9 @@ def train(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
                 skip = 0 if probe else each
                 stacked = inputs | {
                     "old_logps": logps_fn(state["params"], inputs, skip, n - skip),
-                    "ref_logps": logps_fn(
-                        reference, inputs, 0, n if settings.kl else 0
-                    ),
+                    "ref_logps": logps_fn(reference, inputs, 0, n)
+                    if settings.kl
+                    else logps_fn(state["params"], inputs, 0, 0),
                 }
                 if lagged:
                     if step % config.llds.anchor == 0:
@@ -216,15 +248,18 @@ def train(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
             if probe:
                 with timers.phase("diagnostics"):
                     new = logps_fn(state["params"], inputs, 0, n)
-                    moved = moved_fn(new, stacked["old_logps"], stacked["mask"])
+                    old, mask, segments = (
+                        stacked[name] for name in ("old_logps", "mask", "segments")
+                    )
+                    moved = moved_fn(new, old, mask, segments, places)
                     record |= diagnostics.of_displacement(
                         trajectories,
                         batch["advantages"][:, 0],
-                        *(x.reshape(-1) for x in jax.device_get(moved)),
+                        *jax.device_get(moved),
                     ) | {k: float(x) for k, x in norms.items()}
             watch, phase = guard.observe(watch, step, record, action, thresholds)
             record |= {"phase/name": phase.name, "phase/level": phase.level}
-            if watch.todo != "none":
+            if watch.todo != "none" and writes:
                 bar.write(watch.notice, file=sys.stderr)
 
             # ----------------------------------------------------------------- metrics
@@ -245,7 +280,9 @@ def train(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
         writer.write(step, scores | timers.collect())
         hf.save(workdir / "export", state["params"], agent.model, agent.folder)
         info["seconds"] = time.perf_counter() - began
-    return write_summary(workdir, info, scores, mean_speeds(workdir))
+    return exchange.first(
+        lambda: write_summary(workdir, info, scores, mean_speeds(workdir))
+    )
 
 
 def mean_speeds(workdir: Path) -> dict[str, float]:

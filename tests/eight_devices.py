@@ -78,6 +78,41 @@ def tied_model(layout) -> tuple[np.ndarray, dict]:
     return np.asarray(logps), grads
 
 
+def some_positions(layout) -> tuple[np.ndarray, tuple]:
+    """Log-probs and entropies where a mask says so, and gradients of a sum of them.
+
+    One row has action tokens alone, some none, and so some devices.
+    """
+    rng = np.random.default_rng(1)
+    hidden, head = (
+        rng.normal(size=s).astype(np.float32) for s in ((16, 9, 8), (24, 8))
+    )
+    ids, weight = rng.integers(0, 20, (16, 9)), rng.normal(size=(2, 16, 9))
+    mask = rng.integers(0, 2, (16, 9))
+    mask[2:7], mask[9] = 0, 1
+
+    @jax.jit
+    def run(hidden, head):
+        def total(hidden, head):
+            out = logprobs.token_logprobs(
+                hidden,
+                head,
+                ids,
+                temperature=0.8,
+                valid_vocab=20,
+                chunk=4,
+                layout=layout,
+                mask_BxT=mask,
+            )
+            # Squared: the backward pass has to wait for the forward one.
+            return (jnp.stack(out) ** 2 * weight).sum(), jnp.stack(out)
+
+        return jax.grad(total, argnums=(0, 1), has_aux=True)(hidden, head)
+
+    grads, out = run(hidden, head)
+    return np.asarray(out), grads
+
+
 def one_update(config, made=None):
     """Trajectories, and what one update on `made` (default: on them) gives."""
     agent = agent_lib.open_agent(config)
@@ -129,6 +164,11 @@ def main(policy: str, scratch: str) -> None:
     (logps, grads), (logps8, grads8) = map(tied_model, layouts)
     out["tied_logps"] = float(np.abs(logps - logps8).max())
     out["tied_gradient"] = distance(grads, grads8)
+
+    layouts.append(parallel.rollout_layout(first_devices(2, 2, 2)))
+    some = [some_positions(layout) for layout in layouts]
+    out["some_logps"] = [float(np.abs(x - some[0][0]).max()) for x, _ in some[1:]]
+    out["some_gradient"] = [distance(some[0][1], x) for _, x in some[1:]]
 
     config = tiny.make_config(Path(scratch), Path(policy))
     config.rollout.group, config.rollout.slots = 4, 8

@@ -140,6 +140,12 @@ def test_forward_and_gradient_of_a_tied_model(eight):
     assert eight["tied_gradient"] < 1e-5
 
 
+def test_log_probs_at_some_positions(eight):
+    """On the training layout, and where the batch is split by other axes than V."""
+    assert len(eight["some_logps"]) == 2 and max(eight["some_logps"]) < 2e-6
+    assert max(eight["some_gradient"]) < 1e-6
+
+
 def test_rollouts_give_the_same_tokens(eight):
     assert eight["tokens"] > 100
     assert eight["same_ids"]

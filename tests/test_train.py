@@ -21,6 +21,7 @@ from lld_jax import (
     losses,
     metrics,
     model,
+    packing,
     probes,
     train,
     update,
@@ -32,7 +33,8 @@ from lld_jax.search import from_json
 
 # What every step reports; `time/*` and `eval/*` are looked at by themselves.
 NAMES = """
-batch/action_tokens compile/count end/answered end/context end/invalid end/turns
+batch/action_tokens batch/padding compile/count end/answered end/context end/invalid
+end/turns
 grad/norm grad/norm_max grad/skipped lld/drop lld/logp_correct lld/logp_wrong
 lld/logp_zero grad/logps_cosine grad/logps_llds grad/logps_policy phase/level
 phase/name ratio/p05 ratio/p95 rollout/repeated_ngram llds/effective_lambda
@@ -106,7 +108,7 @@ def test_what_is_costly_is_measured_now_and_then(lines, run_config):
     assert all(line["phase/name"] == "healthy" for line in lines[:-1])
 
 
-def test_the_batches_teach(lines):
+def test_the_batches_teach(lines, run_config):
     assert 0 < np.mean([line["reward/mean"] for line in lines[:-1]]) < 1
     assert any(line["reward/mixed"] > 0 for line in lines[:-1])
     for line in lines[:-1]:
@@ -114,6 +116,10 @@ def test_the_batches_teach(lines):
         assert line["rollout/decoded"] == line["rollout/kept"]
         assert line["batch/action_tokens"] == line["rollout/kept"]
         assert line["grad/skipped"] == 0 and 0 < line["rollout/occupancy"] <= 1
+    # Some trajectories share a row, and so fewer micro-batches are computed.
+    tokens = run_config.rollout.max_tokens
+    saved = [1 - x["rollout/length"] / tokens - x["batch/padding"] for x in lines[:-1]]
+    assert min(saved) > -1e-6 and max(saved) > 0.1
 
 
 def test_trajectory_files_hold_the_batches(finished_run, lines, run_config):
@@ -395,10 +401,11 @@ def test_norms_of_the_two_gradients(agent, functions, params, batch):
     both = math.sqrt(a**2 + b**2 + 2 * a * b * cosine)
     assert both == pytest.approx(float(sums["norm"]), rel=1e-4)
     assert a > 0 and b > 0 and -1 < cosine < 1
-    moved, tokens = moved_fn(logps, stacked["old_logps"], stacked["mask"])
-    wanted = np.where(stacked["mask"] > 0, -noise, 0).sum(-1)
+    args = logps, *(stacked[name] for name in ("old_logps", "mask", "segments"))
+    moved, tokens = moved_fn(*args, packing.one_a_row(12, 3))
+    wanted = np.where(stacked["mask"] > 0, -noise, 0).sum(-1).ravel()
     np.testing.assert_allclose(moved, wanted, atol=1e-5)
-    np.testing.assert_array_equal(tokens, stacked["mask"].sum(-1))
+    np.testing.assert_array_equal(tokens, stacked["mask"].sum(-1).ravel())
 
 
 def test_nll_is_of_correct_trajectories_alone(agent, params, batch):
