@@ -5,46 +5,40 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
+import jax
 from ml_collections import ConfigDict
 
 from lld_jax import config as config_lib
-from lld_jax import decoding, hf, model, parallel, questions, rewards
+from lld_jax import (
+    decoding,
+    exchange,
+    hf,
+    model,
+    parallel,
+    plan,
+    questions,
+    rewards,
+)
 from lld_jax.environment import SearchEnvironment
+from lld_jax.policy import Policy, rollout_programs
 from lld_jax.questions import Question
 from lld_jax.retrieval.build import open_index
 from lld_jax.retrieval.cache import CachedRetriever
-from lld_jax.rollout import Limits, Sampling, rollout, tasks_of
+from lld_jax.rollout import Limits, Sampling, combined, rollout, tasks_of
 from lld_jax.search import Codec, Trajectory, final_answer, load_template
 from lld_jax.stop import stop_table
 
-# Tokens of an extend call on each shard: enough to pay for reading the weights once,
-# and few enough that the call is soon full.
-_EXTEND_TOKENS = 1024
 
-
-@dataclasses.dataclass(frozen=True)
-class Agent:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Agent(Policy):
     """The parts of a run that do not change while it trains."""
 
-    config: ConfigDict
-    model: model.ModelConfig
     folder: Path  # the Hugging Face folder that the policy started from
     codec: Codec
     environment: SearchEnvironment
     programs: decoding.Programs
-    training: parallel.Layout
     sources: dict[str, str]  # the world's short names of question sources
     corpus: Path  # the corpus file or the index folder that is searched
-
-    @property
-    def dtype(self) -> jnp.dtype:
-        return jnp.dtype(self.config.model.dtype)
-
-    @property
-    def rows(self) -> int:
-        """Trajectories of a rollout batch."""
-        return self.config.rollout.questions * self.config.rollout.group
 
     def questions(self, sources: str | Sequence[str]) -> list[Question]:
         """All questions of one source or several; ConfigError for a wrong one."""
@@ -56,23 +50,29 @@ class Agent:
             raise config_lib.ConfigError(f"questions: {error}") from error
 
 
-def open_agent(config: ConfigDict) -> Agent:
+def open_agent(config: ConfigDict, *, trains: bool = False) -> Agent:
     """Opens what `config` names; the cheap checks come first, no weight is read.
 
     Raises ConfigError or ValueError, naming the field, if one does not fit the model,
-    the tokenizer or the devices.
+    the tokenizer or the devices, or if the run `trains` and a device has not the memory
+    for it.
     """
     folder = hf.resolve(config.model.path)
     model_config = hf.read_config(folder)
     config_lib.check_model(config, kv_heads=model_config.kv_heads)
+    config_lib.check_platform(config, jax.default_backend())
     mesh = parallel.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
-    training, serving = parallel.train_layout(mesh), parallel.rollout_layout(mesh)
+    memory = plan.memory_of(mesh.local_devices[0])
+    if trains and memory:
+        plan.check(plan.make_plan(config, model_config), memory, config)
     codec = hf.load_codec(folder)
     limits = config.rollout
 
     sources, index = {}, config.retrieval.index
     if config.world.size:
-        world = questions.prepare_world(config.data_dir, **config.world)
+        world = exchange.first_then_others(
+            lambda: questions.prepare_world(config.data_dir, **config.world)
+        )
         for split in ("train", "validation_seen", "validation_unseen"):
             sources[f"tiny_world:{split}"] = getattr(world, split)
         index = world.corpus if index == "tiny_world" else index
@@ -95,33 +95,20 @@ def open_agent(config: ConfigDict) -> Agent:
         )
     except (ValueError, FileNotFoundError) as error:  # budget, template, corpus
         raise config_lib.ConfigError(str(error)) from error
-    shards = serving.size(serving.batch)
-    piece = min(256, max(limits.max_prompt, limits.max_observation))
-    entries = min(limits.slots // shards, max(1, _EXTEND_TOKENS // piece))
-    programs = decoding.make_programs(
-        model_config,
-        decoding.Shapes(
-            slots=limits.slots,
-            tokens=limits.max_tokens,
-            extend_rows=shards * entries,
-            extend_tokens=piece,
-            # Keys lie with the positions of a block last: a multiple of 128 there, or
-            # an accelerator would pad them to that.
-            block=64 if mesh.devices.flat[0].platform == "cpu" else 128,
-        ),
-        stop_table(codec.token_bytes, end_ids=codec.end_ids),
-        dtype=jnp.dtype(config.model.dtype),
-        valid_vocab=len(codec.token_bytes),
-        layout=serving,
-    )
-    return Agent(
+    policy = Policy(
         config=config,
         model=model_config,
+        valid_vocab=len(codec.token_bytes),
+        training=parallel.train_layout(mesh),
+        serving=parallel.rollout_layout(parallel.local_mesh(mesh)),
+    )
+    stop = stop_table(codec.token_bytes, end_ids=codec.end_ids)
+    return Agent(
+        **vars(policy),
         folder=folder,
         codec=codec,
         environment=environment,
-        programs=programs,
-        training=training,
+        programs=rollout_programs(policy, stop),
         sources=sources,
         corpus=corpus,
     )
@@ -136,8 +123,15 @@ def load_params(agent: Agent, folder: Path | None = None) -> Any:
 
 
 def publisher(agent: Agent) -> Callable[[Any], Any]:
-    """`publish(params)`: one jitted cast to `model.dtype` in the rollout layout."""
-    return model.publisher(agent.model, agent.dtype, agent.programs.layout)
+    """`publish(params)`: one jitted cast to `model.dtype` in the rollout layout.
+
+    With several processes, each gets what lies on its own devices.
+    """
+    mesh, own = agent.training.mesh, agent.serving.mesh
+    publish = model.publisher(agent.model, agent.dtype, parallel.rollout_layout(mesh))
+    if own == mesh:
+        return publish
+    return lambda params: parallel.to_local(publish(params), own)
 
 
 def sample(
@@ -151,24 +145,39 @@ def sample(
     max_turns: int,
     on_progress: Callable[[int], None] = lambda done: None,
 ) -> tuple[list[Trajectory], dict[str, float]]:
-    """`group` scored trajectories of each draw, in order, and counters of the run."""
-    trajectories, stats = rollout(
-        agent.programs,
-        published,
-        agent.environment,
-        tasks_of(draws, group),
-        Limits(
-            max_turns=max_turns,
-            max_action=agent.config.rollout.max_action,
-            timeout=agent.config.retrieval.timeout,
-        ),
-        sampling,
-        seed=seed,
-        on_progress=on_progress,
-    )
-    fit = {t.question: agent.environment.fit_question(t.question) for t in trajectories}
-    for traj in trajectories:
-        traj.counters["prompts_truncated"] = int(fit[traj.question] != traj.question)
-        answer = final_answer(traj, agent.codec.token_bytes)
-        traj.reward = rewards.exact_match(answer, traj.golden_answers)
-    return trajectories, stats
+    """`group` scored trajectories of each draw, in order, and counters of the run.
+
+    Every process samples its share of the draws and gets the trajectories of all: what
+    follows is the same in each. `on_progress` takes the others to be as fast. What
+    fails in one fails in all (`exchange.gather`).
+    """
+    draws = list(draws)[exchange.share_of(len(draws))]
+    processes = jax.process_count()
+
+    def own_share() -> tuple[list[Trajectory], dict[str, float]]:
+        made, stats = rollout(
+            agent.programs,
+            published,
+            agent.environment,
+            tasks_of(draws, group),
+            Limits(
+                max_turns=max_turns,
+                max_action=agent.config.rollout.max_action,
+                timeout=agent.config.retrieval.timeout,
+            ),
+            sampling,
+            seed=seed,
+            on_progress=lambda done: on_progress(done * processes),
+        )
+        fit = {t.question: agent.environment.fit_question(t.question) for t in made}
+        for traj in made:
+            traj.counters["prompts_truncated"] = int(
+                fit[traj.question] != traj.question
+            )
+            answer = final_answer(traj, agent.codec.token_bytes)
+            traj.reward = rewards.exact_match(answer, traj.golden_answers)
+        return made, stats
+
+    shares = exchange.gather(own_share)
+    made = [traj for some, _ in shares for traj in some]
+    return made, combined([stats for _, stats in shares])

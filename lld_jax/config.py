@@ -39,6 +39,7 @@ def _float_from(low: float) -> Rule:
     return Rule(float, f"a number, {low:g} or more", lambda v: v >= low)
 
 
+_BOOL = Rule(bool, "True or False", lambda v: True)
 _ABOVE_0 = Rule(float, "a number above 0", lambda v: v > 0)
 _UNIT = Rule(float, "a number from 0 to 1, 1 left out", lambda v: 0 <= v < 1)
 _SHARE = Rule(float, "a number from 0 to 1", lambda v: 0 <= v <= 1)
@@ -61,6 +62,8 @@ FIELDS: dict[str, Rule] = {
     "data_dir": _NAME,
     "model.path": _NAME,
     "model.dtype": _one_of("bfloat16", "float32"),
+    "model.attention": _one_of("auto", "blocked", "splash", "cudnn"),
+    "model.remat": _one_of("auto", "none", "attention", "layer"),
     "mesh.data": _int_from(1),
     "mesh.fsdp": _int_from(1),
     "mesh.tensor": _int_from(1),
@@ -106,9 +109,11 @@ FIELDS: dict[str, Rule] = {
     "optim.decay": _float_from(0),
     "optim.b1": _UNIT,
     "optim.b2": _UNIT,
+    "optim.moment": _one_of("float32", "bfloat16"),
     "optim.clip": _ABOVE_0,
     "optim.updates": _int_from(1),
     "optim.micro_rows": _int_from(1),
+    "optim.packing": _BOOL,
     "optim.max_bad_steps": _int_from(1),
     "eval.every": _int_from(0),
     "eval.sets": _SOURCES,
@@ -160,12 +165,18 @@ def check_field(field: str, value: Any = _ABSENT) -> None:
         raise ConfigError(f"{field}: {value!r} is not legal; legal is {rule.legal}")
 
 
-def check(config: ConfigDict, *, devices: int | None = None) -> None:
+def check(
+    config: ConfigDict,
+    *,
+    devices: int | None = None,
+    processes: int = 1,
+    files: bool = True,
+) -> None:
     """Raises ConfigError for whatever can be known to be wrong without a device.
 
-    Fields and their values, budgets that can't fit, batches that don't divide, files
-    that are missing and, if `devices` (of all processes) is given, a mesh that does
-    not use each device once.
+    Fields and their values, budgets that can't fit, batches that don't divide, `files`
+    that are missing and, if `devices` (of all `processes`) is given, a mesh that does
+    not use each device once or splits a process's devices otherwise than along `data`.
     """
     flat = flatten(config)
     for field in flat:
@@ -177,8 +188,9 @@ def check(config: ConfigDict, *, devices: int | None = None) -> None:
     _check_budgets(config)
     _check_batches(config)
     if devices is not None:
-        _check_mesh(config, devices)
-    _check_files(config)
+        _check_mesh(config, devices, processes)
+    if files:
+        _check_files(config)
 
 
 def check_model(config: ConfigDict, *, kv_heads: int) -> None:
@@ -195,6 +207,36 @@ def diff(a: ConfigDict, b: ConfigDict) -> list[str]:
     """The fields in which two configs differ, sorted; one lacking a field differs."""
     a, b, none = flatten(a), flatten(b), object()
     return sorted(f for f in a.keys() | b.keys() if a.get(f, none) != b.get(f, none))
+
+
+def check_platform(config: ConfigDict, platform: str) -> None:
+    """Raises ConfigError for an attention kernel that `platform` does not have.
+
+    `platform` is 'cpu', 'tpu' or 'gpu'.
+    """
+    kind, dtype, tokens = (
+        config.model.attention,
+        config.model.dtype,
+        config.rollout.max_tokens,
+    )
+    where = {"splash": "tpu", "cudnn": "gpu"}
+    if where.get(kind, platform) != platform:
+        legal = ["'auto'", "'blocked'"]
+        legal += [f"'{name}'" for name, has in where.items() if has == platform]
+        raise ConfigError(
+            f"model.attention: '{kind}' runs on a {where[kind]}, but the devices are "
+            f"of the platform {platform!r}; legal there are {', '.join(legal)}"
+        )
+    if kind == "cudnn" and dtype != "bfloat16":
+        raise ConfigError(
+            f"model.attention: 'cudnn' computes in bfloat16, but model.dtype is "
+            f"{dtype!r}; legal with that are 'auto' and 'blocked'"
+        )
+    if kind == "splash" and tokens % 128:
+        raise ConfigError(
+            f"rollout.max_tokens: {tokens} is no multiple of 128, as model.attention "
+            "'splash' needs; legal is also model.attention 'blocked'"
+        )
 
 
 def check_resume(saved: ConfigDict, config: ConfigDict) -> None:
@@ -270,6 +312,18 @@ def _check_batches(config: ConfigDict) -> None:
             f"optim.micro_rows: {micro} must be a multiple of rollout.group {group} "
             "where loss.negatives is 'nthr', which looks at whole groups"
         )
+    if config.model.attention == "cudnn" and config.optim.packing:
+        raise ConfigError(
+            "model.attention: 'cudnn' looks at no segments; legal with "
+            "optim.packing=True are 'auto', 'blocked' and 'splash', and 'cudnn' with "
+            "optim.packing=False"
+        )
+    if config.loss.negatives == "nthr" and config.optim.packing:
+        raise ConfigError(
+            "loss.negatives: 'nthr' looks at whole groups, a row for each trajectory; "
+            "legal with optim.packing=True is 'all', and 'nthr' with "
+            "optim.packing=False"
+        )
     mesh_size = config.mesh.data * config.mesh.fsdp * config.mesh.tensor
     if micro % mesh_size:
         raise ConfigError(
@@ -294,13 +348,20 @@ def _divisors(n: int) -> str:
     return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)
 
 
-def _check_mesh(config: ConfigDict, devices: int) -> None:
+def _check_mesh(config: ConfigDict, devices: int, processes: int) -> None:
     m = config.mesh
     if m.data * m.fsdp * m.tensor != devices:
         raise ConfigError(
             f"mesh: data {m.data} x fsdp {m.fsdp} x tensor {m.tensor} = "
             f"{m.data * m.fsdp * m.tensor}, but there are {devices} devices; the "
             "product must be their number"
+        )
+    if m.data % processes:
+        legal = [n for n in range(processes, devices + 1, processes) if not devices % n]
+        raise ConfigError(
+            f"mesh.data: {m.data} must be a multiple of the {processes} processes, "
+            "each of which samples on its own devices; legal are "
+            + ", ".join(map(str, legal))
         )
 
 

@@ -122,6 +122,8 @@ def _parse(field: str, text: str) -> Any:
         value = "" if unset else text
     elif kind is tuple:
         value = () if unset else _parse_tuple(text)
+    elif kind is bool:
+        value = {"true": True, "false": False}.get(text.lower(), text)
     else:
         try:
             value = float(text)

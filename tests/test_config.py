@@ -69,8 +69,9 @@ def test_the_tiny_config_is_complete_and_fits_one_device(tiny):
 
 
 def test_a_config_file_takes_short_names():
-    config = overrides_lib.load(TINY + ":llds=0.1,gate=response")
+    config = overrides_lib.load(TINY + ":llds=0.1,gate=response,packing=False")
     assert (config.llds.coef, config.llds.gate) == (0.1, "response")
+    assert config.optim.packing is False
     with pytest.raises(ConfigError, match="'lamda=1'.*llds, gate"):
         overrides_lib.load(TINY + ":lamda=1")
     with pytest.raises(ConfigError, match="llds.gate: 'turn'.*'action', 'response'"):
@@ -101,6 +102,7 @@ def test_a_config_file_that_is_missing_is_named_with_its_neighbours(monkeypatch)
         ("--config.questions.train=q a.jsonl", "questions.train", ("q a.jsonl",)),
         ("--config.optim.lr=1e-6", "optim.lr", 1e-6),
         ("--config.optim.lr=1", "optim.lr", 1.0),
+        ("--config.optim.packing=false", "optim.packing", False),
         ("--config.model.path=a=b", "model.path", "a=b"),
     ],
 )
@@ -124,6 +126,7 @@ def test_an_override_means_what_it_says(override, field, value):
         ("--config.rollout.slots=1.5", "rollout.slots: 1.5 is not of type int"),
         ("--config.rollout.slots=inf", "rollout.slots: 'inf' is not of type int"),
         ("--config.rollout.slots=None", "rollout.slots: 'None' is not of type int"),
+        ("--config.optim.packing=1", "optim.packing: '1' is not of type bool; legal"),
         ("--config.optim.lr=fast", "optim.lr: 'fast' is not of type float"),
         ("--config.optim.lr=nan", "optim.lr: nan is not of type float"),
         ("--config.model.path=None", "model.path: '' is not legal; legal is text"),
@@ -169,7 +172,7 @@ def test_other_arguments_pass_and_a_value_may_stand_apart():
         ("rollout.max_action", 300, "rollout.max_tokens: 320.*72.*300.*372"),
         ("optim.updates", 3, "optim.updates: 3 .*100 rows.*1, 2, 4, 5, 10"),
         ("optim.micro_rows", 10, "optim.micro_rows: 10 .*25 rows.*1, 5, 25"),
-        ("mesh.tensor", 2, "optim.micro_rows: 25.*multiple of the 2 devices"),
+        ("mesh.tensor", 2, "optim.micro_rows: 5.*multiple of the 2 devices"),
         ("model.path", "/nowhere/model", "model.path: '/nowhere/model' does not exist"),
         ("model.path", "tinny", "model.path: 'tinny' does not exist.*hub name"),
         ("model.path", str(ROOT / "tests"), "model.path: .*config.json"),

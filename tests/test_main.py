@@ -86,6 +86,11 @@ def test_words_that_are_no_flags(command, file):
     assert command(file, "--mode=sing")[0] == 1
 
 
+def test_a_bucket_has_to_be_mounted(command, nothing_opens, file):
+    code, _ = command(file, "--workdir=gs://bucket/run")
+    assert "workdir: 'gs://bucket/run'; legal is a folder" in code
+
+
 def test_a_finished_run_is_not_started_again(command, file, finished_run):
     code, _ = command(file, f"--workdir={finished_run}")
     assert "holds a finished run; choose another folder" in code
