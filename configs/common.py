@@ -4,8 +4,11 @@ The other files in this folder start from `get_config()` and change what they ar
 about. `lld_jax/config.py` says which values a field may take.
 """
 
+from pathlib import Path
+
 from ml_collections import ConfigDict
 
+import lld_jax
 from lld_jax import overrides
 from lld_jax.config import ConfigError
 
@@ -21,6 +24,14 @@ SHORT_NAMES = {
     "average": "loss.average",
     "lr": "optim.lr",
     "updates": "optim.updates",
+    "packing": "optim.packing",
+    "micro": "optim.micro_rows",
+    "slots": "rollout.slots",
+    "attention": "model.attention",
+    "remat": "model.remat",
+    "data": "mesh.data",
+    "fsdp": "mesh.fsdp",
+    "tensor": "mesh.tensor",
     "steps": "steps",
     "seed": "seed",
 }
@@ -35,6 +46,8 @@ def get_config() -> ConfigDict:
     config.model = model = ConfigDict()
     model.path = "Qwen/Qwen2.5-3B"  # a Hugging Face folder, or a name on the hub
     model.dtype = "bfloat16"  # of the computation; parameters and Adam are float32
+    model.attention = "auto"  # of whole rows: blocked, splash (TPU), cudnn (GPU)
+    model.remat = "auto"  # layers computed again: none, attention, layer
 
     config.mesh = mesh = ConfigDict()
     mesh.data = 1  # hosts
@@ -106,9 +119,11 @@ def get_config() -> ConfigDict:
     optim.decay = 0.01  # weight decay of AdamW
     optim.b1 = 0.9
     optim.b2 = 0.999
+    optim.moment = "float32"  # of Adam's first moment; bfloat16 takes half
     optim.clip = 1.0  # of the gradient's norm
     optim.updates = 10  # per rollout batch
     optim.micro_rows = 16  # rows whose activations are held at once, of all devices
+    optim.packing = True  # trajectories share rows; of `rollout.max_tokens` each
     optim.max_bad_steps = 5  # updates in a row without a finite gradient: stop
 
     config.eval = evaluation = ConfigDict()
@@ -129,17 +144,77 @@ def get_config() -> ConfigDict:
     return config
 
 
+def qwen(model: str, *, tensor: int, coef: float = 0.2, arg: str = "") -> ConfigDict:
+    """The authors' run of a Qwen2.5 model on 16 chips, four hosts of four.
+
+    Args:
+      model: its name on the hub.
+      tensor: a divisor of its kv heads, which are split so while sampling.
+      coef: lambda.
+      arg: of the config file, see `apply_arg`.
+    """
+    config = get_config()
+    config.model.path = model
+    config.mesh.data, config.mesh.fsdp, config.mesh.tensor = 4, 4 // tensor, tensor
+    config.llds.coef = coef
+    config.llds.normalizer = "all"  # of the code that made the published numbers
+    return apply_arg(config, arg)
+
+
+def gpu(config: ConfigDict) -> None:
+    """The same run on one host of eight GPUs, attention by cuDNN.
+
+    That kernel looks at no segments, so each trajectory has a row of its own.
+    """
+    config.mesh.data, config.mesh.fsdp = 1, 8 // config.mesh.tensor
+    config.model.attention = "cudnn"
+    config.optim.packing = False
+
+
+def smoke(config: ConfigDict) -> None:
+    """The same run in small: tiny's policy, world and lengths, two steps, one host.
+
+    Two minutes on eight devices of any kind, also pretended ones.
+    """
+    config.steps = 2
+    package = Path(lld_jax.__file__).parent
+    config.model.path = str(package / "assets" / "tiny_qwen2.5")
+    config.mesh.data, config.mesh.fsdp, config.mesh.tensor = 1, 4, 2
+    config.world.size = 40
+    config.questions.train = ("tiny_world:train",)
+    config.questions.eval = ("tiny_world:validation_unseen",)
+    config.retrieval.index, config.retrieval.k = "tiny_world", 2
+    config.rollout.template = "short"
+    config.rollout.questions = config.rollout.slots = 16
+    config.rollout.max_turns = 2
+    config.rollout.max_prompt, config.rollout.max_action = 72, 24
+    config.rollout.max_observation, config.rollout.max_tokens = 80, 256
+    config.optim.warmup, config.optim.micro_rows = 1, 8
+    config.eval.every, config.eval.limit, config.eval.max_turns = 0, 4, 2
+    config.checkpoint.every = 0
+
+
+_WORDS = {"gpu": gpu, "smoke": smoke}
+
+
 def apply_arg(config: ConfigDict, arg: str) -> ConfigDict:
     """Applies `llds=0.1,gate=response` (see SHORT_NAMES) to a config, and returns it.
+
+    The words `gpu` and `smoke` stand for the changes of the functions of these names.
+    Later items may change what earlier ones set.
 
     Raises ConfigError that lists the names if one of them is unknown.
     """
     for item in filter(None, arg.split(",")):
+        if item in _WORDS:
+            _WORDS[item](config)
+            continue
         name, equals, value = item.partition("=")
         if name not in SHORT_NAMES or not equals:
             raise ConfigError(
                 f"config argument {item!r}: legal are name=value with a name of "
                 + ", ".join(SHORT_NAMES)
+                + f", and the words {', '.join(_WORDS)}"
                 + "; other fields are set with --config.FIELD=VALUE"
             )
         overrides.set_field(config, SHORT_NAMES[name], value)
