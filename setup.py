@@ -58,6 +58,7 @@ setup(
         "test": TEST,
         "dev": [*TEST, "ruff>=0.9"],
         "tpu": ["jax[tpu]>=0.10,<0.11"],
+        "aot": ["libtpu==0.0.42.1"],  # compiles for TPUs that are not there
         "cuda": ["jax[cuda13]>=0.10,<0.11"],
     },
 )
