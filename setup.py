@@ -27,7 +27,9 @@ REQUIRES = [
     "tqdm>=4.66",
     "transformers>=5.0,<6",
 ]
+GCS = ["etils[epath]>=1.13", "gcsfs>=2026.10", "google-cloud-storage>=2.19"]
 TEST = [
+    *GCS,
     "hypothesis>=6.100",
     "ipykernel>=6",
     "matplotlib>=3.9",
@@ -59,6 +61,7 @@ setup(
         "dev": [*TEST, "ruff>=0.9"],
         "tpu": ["jax[tpu]>=0.10,<0.11"],
         "aot": ["libtpu==0.0.42.1"],  # compiles for TPUs that are not there
+        "gcs": GCS,  # work folders in buckets of Google Cloud Storage
         "cuda": ["jax[cuda13]>=0.10,<0.11"],
     },
 )

@@ -18,6 +18,7 @@ from lld_jax import (
     plan,
     questions,
     rewards,
+    storage,
 )
 from lld_jax.environment import SearchEnvironment
 from lld_jax.policy import Policy, rollout_programs
@@ -120,6 +121,17 @@ def load_params(agent: Agent, folder: Path | None = None) -> Any:
     abstract = model.abstract_params(agent.model, layout)
     shardings = parallel.param_shardings(abstract, layout)
     return hf.load(folder or agent.folder, agent.model, shardings)
+
+
+def save_params(agent: Agent, params: Any, folder: Any) -> None:
+    """Writes parameters as a Hugging Face folder, also in a bucket.
+
+    All processes call this, the first one writes.
+    """
+    with storage.staged(
+        folder, last="config.json", active=exchange.is_first()
+    ) as local:
+        hf.save(local, params, agent.model, agent.folder)
 
 
 def publisher(agent: Agent) -> Callable[[Any], Any]:

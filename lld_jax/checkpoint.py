@@ -1,8 +1,8 @@
 """Checkpoints of `{params, opt, step}` with orbax; a JSON item for everything else.
 
-A checkpoint is written to a temporary folder and renamed when it is whole, so one
-that was cut short is never listed. The data position needs no item of its own: it
-is the step.
+A checkpoint is written to a temporary folder and renamed when it is whole (in a bucket
+a file of its own says that it is), so one that was cut short is never listed. The data
+position needs no item of its own: it is the step.
 """
 
 import contextlib
@@ -14,8 +14,11 @@ import jax
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
+from lld_jax import storage
+
 Checkpointer = ocp.training.Checkpointer
 _PARTS = ("_CHECKPOINT_METADATA", "state", "info")
+_COMMITTED = "commit_success.txt"  # written last where nothing can be renamed
 
 
 def open_checkpoints(
@@ -33,8 +36,10 @@ def open_checkpoints(
     """
     if keep < 1:
         raise ValueError(f"checkpoint.keep: {keep} must be at least 1")
-    directory = Path(directory).absolute()
+    directory = storage.folder(directory)
     partial = set(_numbered(directory)) - set(_whole(directory)) if writes else ()
+    if storage.in_bucket(directory):  # what was not committed is removed by orbax
+        partial = [s for s in partial if (directory / str(s) / _COMMITTED).exists()]
     for step in partial:
         # Another process of the run may have been quicker: then it is gone.
         with contextlib.suppress(FileNotFoundError):
@@ -131,7 +136,7 @@ def restore(
 
 def latest_step(directory: str | Path) -> int | None:
     """The last step with a whole checkpoint in `directory`; None if there is none."""
-    return max(_whole(Path(directory).absolute()), default=None)
+    return max(_whole(storage.folder(directory)), default=None)
 
 
 def best_step(checkpoints: Checkpointer) -> int | None:
@@ -149,10 +154,11 @@ def _numbered(directory: Path) -> list[int]:
 
 
 def _whole(directory: Path) -> list[int]:
+    parts = [*_PARTS, _COMMITTED] if storage.in_bucket(directory) else _PARTS
     return [
         step
         for step in _numbered(directory)
-        if all((directory / str(step) / part).exists() for part in _PARTS)
+        if all((directory / str(step) / part).exists() for part in parts)
     ]
 
 

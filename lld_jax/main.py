@@ -37,6 +37,7 @@ from lld_jax import (
     plan,
     search,
     sizes,
+    storage,
     train,
     update,
 )
@@ -50,7 +51,9 @@ from lld_jax.questions import Question
 from lld_jax.rollout import Sampling
 
 _WORKDIR = flags.DEFINE_string(
-    "workdir", None, "Folder of the run; default runs/<config>[-<overrides>]."
+    "workdir",
+    None,
+    "Folder of the run, or gs://BUCKET/FOLDER; default runs/<config>[-<overrides>].",
 )
 _MODE = flags.DEFINE_enum(
     "mode", "train", ["train", "eval", "ask", "export", "plan"], "What to do."
@@ -144,7 +147,7 @@ def run_export(agent: Agent, workdir: Path) -> None:
             f"workdir: {str(workdir)!r} has no checkpoint to export"
         )
     params, name = policy_params(agent, workdir)
-    hf.save(workdir / "export", params, agent.model, agent.folder)
+    agent_lib.save_params(agent, params, workdir / "export")
     if exchange.is_first():
         print(f"wrote {workdir / 'export'} from {name}")
 
@@ -203,12 +206,7 @@ def main(argv: list[str], spec: str) -> None:
 def _run_mode(spec: str) -> None:
     config = flags.FLAGS.config
     overrides = config_flags.get_override_values(flags.FLAGS["config"])
-    if "://" in (_WORKDIR.value or ""):
-        raise config_lib.ConfigError(
-            f"workdir: {_WORKDIR.value!r}; legal is a folder: metrics and trajectories "
-            "are plain files. Mount the bucket (gcsfuse) and name a folder in it"
-        )
-    workdir = Path(_WORKDIR.value or workdir_name(spec, overrides)).absolute()
+    workdir = storage.folder(_WORKDIR.value or workdir_name(spec, overrides))
     if _MODE.value == "plan":
         run_plan(config)
         return

@@ -8,7 +8,7 @@ and `read` turns it back into a float.
 
 import json
 import math
-import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,6 +18,8 @@ from typing import Any
 from jax import monitoring
 from tensorboardX import SummaryWriter
 from tqdm import tqdm
+
+from lld_jax import storage
 
 PROGRESS_FIELDS = {
     "reward": "reward/mean",
@@ -47,18 +49,20 @@ class MetricsWriter:
         tensorboard: bool = True,
         active: bool = True,
     ):
-        self._file = self._board = None
+        self._file = self._board = self._scratch = None
         self._last_step = start_step - 1
         if not active:
             return
-        path = Path(workdir) / "metrics.jsonl"
+        path = storage.folder(workdir) / "metrics.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         truncate(path, start_step)
-        self._file = path.open("a", encoding="utf-8")
+        self._file = storage.Appended(path)
         if tensorboard:
-            self._board = SummaryWriter(
-                str(path.parent / "tensorboard"), purge_step=start_step
-            )
+            self._events = local = path.parent / "tensorboard"
+            if storage.in_bucket(path):  # tensorboardX's own way hangs if it is lost
+                self._scratch = tempfile.TemporaryDirectory(prefix="lld_jax_")
+                local = self._scratch.name
+            self._board = SummaryWriter(str(local), purge_step=start_step)
 
     def write(self, step: int, record: Mapping[str, Any]) -> None:
         """Appends the line of `step`; values are scalars (Python, numpy, JAX) or str.
@@ -76,12 +80,13 @@ class MetricsWriter:
         values = {name: _scalar(name, value) for name, value in record.items()}
         line = {"step": step} | {k: _json_safe(v) for k, v in values.items()}
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
-        self._file.flush()
         self._last_step = step
         if self._board is not None:
             for name, value in values.items():
                 if not isinstance(value, str):
                     self._board.add_scalar(name, value, step)
+            self._board.flush()
+            self._upload()
 
     def close(self) -> None:
         """Closes the files; the writer can't be used afterwards."""
@@ -89,6 +94,14 @@ class MetricsWriter:
             self._file.close()
         if self._board is not None:
             self._board.close()
+        self._upload()
+        if self._scratch is not None:
+            self._scratch.cleanup()
+
+    def _upload(self) -> None:
+        """Copies the events so far into a bucket; what is still queued comes later."""
+        if self._scratch is not None:
+            storage.upload(Path(self._scratch.name).iterdir(), self._events)
 
     def __enter__(self) -> "MetricsWriter":
         return self
@@ -104,7 +117,7 @@ def read(path: str | Path) -> list[dict[str, Any]]:
     ValueError with its number.
     """
     records = []
-    lines = Path(path).read_bytes().split(b"\n")
+    lines = storage.folder(path).read_bytes().split(b"\n")
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -124,18 +137,16 @@ def truncate(path: str | Path, step: int) -> None:
     Before and after a kill the file is either the old one or the new one, never
     half of one. A missing file stays missing.
     """
-    path = Path(path)
+    path = storage.folder(path)
     if not path.exists():
         return
-    kept = [r for r in read(path) if r["step"] < step]
-    scratch = path.with_name(path.name + ".tmp")
-    with scratch.open("w", encoding="utf-8") as file:
-        for record in kept:
-            record = {k: _json_safe(v) for k, v in record.items()}
-            file.write(json.dumps(record, allow_nan=False) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(scratch, path)
+    kept = [
+        {k: _json_safe(v) for k, v in record.items()}
+        for record in read(path)
+        if record["step"] < step
+    ]
+    lines = [json.dumps(record, allow_nan=False) + "\n" for record in kept]
+    storage.replace(path, "".join(lines))
 
 
 def _scalar(name: str, value: Any) -> float | int | bool | str:

@@ -21,7 +21,6 @@ from lld_jax import (
     evaluate,
     exchange,
     guard,
-    hf,
     metrics,
     packing,
     parallel,
@@ -278,7 +277,7 @@ def train(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
             save()
             raise
         writer.write(step, scores | timers.collect())
-        hf.save(workdir / "export", state["params"], agent.model, agent.folder)
+        agent_lib.save_params(agent, state["params"], workdir / "export")
         info["seconds"] = time.perf_counter() - began
     return exchange.first(
         lambda: write_summary(workdir, info, scores, mean_speeds(workdir))

@@ -6,12 +6,13 @@ trajectories/       <step>.jsonl, every trajectory that was trained on
 checkpoints/        the last ones and the best
 export/             the final policy as a Hugging Face folder
 summary.json        the result; a folder that has it is a finished run
+
+It lies on a file system or in a bucket (`storage.py`).
 """
 
 import contextlib
 import fcntl
 import json
-import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from lld_jax import config as config_lib
-from lld_jax import host
+from lld_jax import host, storage
 from lld_jax.search import Trajectory, to_json
 
 
@@ -29,9 +30,10 @@ def examine(config: ConfigDict, workdir: str | Path) -> Path:
 
     Raises:
       ConfigError: the folder holds a finished run, one with another config (the
-        fields are listed), or something else.
+        fields are listed), or something else; or it is in a bucket that cannot be
+        written.
     """
-    workdir = Path(workdir).expanduser().absolute()
+    workdir = storage.folder(workdir)
     saved = workdir / "config.json"
     if (workdir / "summary.json").exists():
         raise config_lib.ConfigError(
@@ -44,6 +46,7 @@ def examine(config: ConfigDict, workdir: str | Path) -> Path:
             f"workdir: {str(workdir)!r} holds something that is no run; legal is a new "
             "or empty folder, or an unfinished run"
         )
+    storage.check_writable(workdir)
     return workdir
 
 
@@ -56,7 +59,7 @@ def claim(config: ConfigDict, workdir: str | Path) -> Path:
     workdir = examine(config, workdir)
     workdir.mkdir(parents=True, exist_ok=True)
     if not (workdir / "config.json").exists():  # first: it says that this is a run
-        _replace(workdir / "config.json", config_lib.to_json(config))
+        storage.replace(workdir / "config.json", config_lib.to_json(config))
     (workdir / "trajectories").mkdir(exist_ok=True)
     return workdir
 
@@ -66,8 +69,12 @@ def hold(workdir: Path) -> Iterator[None]:
     """Keeps other processes of this machine out of a claimed folder.
 
     Two runs in one folder would cut each other's metrics and checkpoints. The lock goes
-    with the process, however that ends. Raises ConfigError if another one has it.
+    with the process, however that ends; a bucket has none. Raises ConfigError if
+    another one has it.
     """
+    if storage.in_bucket(workdir):
+        yield
+        return
     with (workdir / "config.json").open() as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -84,7 +91,7 @@ def write_trajectories(
 ) -> None:
     """One JSON line a trajectory in `trajectories/<step>.jsonl`, replaced whole."""
     lines = [json.dumps(to_json(traj)) + "\n" for traj in trajectories]
-    _replace(workdir / "trajectories" / f"{step}.jsonl", "".join(lines))
+    storage.replace(workdir / "trajectories" / f"{step}.jsonl", "".join(lines))
 
 
 def write_summary(
@@ -128,15 +135,5 @@ def write_summary(
             for name in ("config.json", "metrics.jsonl", "trajectories", "export")
         },
     }
-    _replace(workdir / "summary.json", json.dumps(summary, indent=2) + "\n")
+    storage.replace(workdir / "summary.json", json.dumps(summary, indent=2) + "\n")
     return summary
-
-
-def _replace(path: Path, text: str) -> None:
-    """Writes a file so that a kill leaves the old one or the new one."""
-    scratch = path.with_name(path.name + ".tmp")
-    with scratch.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(scratch, path)

@@ -53,7 +53,7 @@ def test_every_worker_of_a_pod_gets_the_commit_and_the_command(call):
     assert "tpu-vm scp" in calls and calls.count("--worker=all") == 3
     assert "gcsfuse --implicit-dirs bucket bucket" in calls
     command = calls[calls.index("-m lld_jax.main") :]
-    assert "--distributed --workdir=$HOME/bucket/runs/qwen3b" in command
+    assert "--distributed --workdir=gs://bucket/runs/qwen3b --config" in command
     assert "--config=configs/qwen3b.py:llds=0" in command
     assert r"--config.seed=1\ 2" in command  # as one word, on the other side too
     calls, _ = call("tpu_pod.sh", "configs/qwen3b.py", **POD, STOP="1")

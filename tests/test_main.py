@@ -86,9 +86,10 @@ def test_words_that_are_no_flags(command, file):
     assert command(file, "--mode=sing")[0] == 1
 
 
-def test_a_bucket_has_to_be_mounted(command, nothing_opens, file):
-    code, _ = command(file, "--workdir=gs://bucket/run")
-    assert "workdir: 'gs://bucket/run'; legal is a folder" in code
+def test_addresses_that_are_no_work_folders(command, nothing_opens, file):
+    for address in ("s3://bucket/run", "gs://bucket"):
+        code, _ = command(file, f"--workdir={address}")
+        assert f"workdir: '{address}'; legal is a folder, or gs://BUCKET" in code
 
 
 def test_a_finished_run_is_not_started_again(command, file, finished_run):
