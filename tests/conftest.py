@@ -11,14 +11,20 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # for configs and experiments
 
-# Before jax is imported: runs with equal shapes compile once, subprocesses included.
-_CACHE = tempfile.mkdtemp(prefix="lld_jax_tests_")
-os.environ["JAX_COMPILATION_CACHE_DIR"] = _CACHE
+# Before jax is imported. What takes the time here is compiling: without optimization it
+# takes a fifth, and equal shapes are compiled once, subprocesses included.
+_QUICK = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+os.environ["XLA_FLAGS"] = f"{_QUICK} {os.environ.get('XLA_FLAGS', '')}"
+# The workers of pytest-xdist find the folder of the process that started them.
+_WORKER = "PYTEST_XDIST_WORKER" in os.environ
+if not _WORKER:
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="lld_jax_tests_")
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
 
 def pytest_unconfigure():
-    shutil.rmtree(_CACHE, ignore_errors=True)
+    if not _WORKER:
+        shutil.rmtree(os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,5 @@
 """Checkpoints: bit-exact, whole or absent, onto another number of devices."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from devices import environment
 
 from lld_jax import checkpoint
 
@@ -48,15 +48,9 @@ def _steps(directory):
 
 
 def _python(code, *args, devices=1, check=True):
-    env = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
-    }
     done = subprocess.run(
         [sys.executable, "-c", code, *map(str, args)],
-        env=env,
+        env=environment(devices),
         capture_output=True,
         text=True,
         timeout=120,

@@ -1,7 +1,6 @@
 """Hugging Face folders: configs in two layouts, weights in and out, bit for bit."""
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -11,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from devices import environment
 from safetensors.numpy import load_file, save_file
 
 from lld_jax import hf
@@ -388,13 +388,8 @@ print("equal")
 
 
 def test_load_and_save_on_eight_devices(tmp_path):
-    env = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": str(Path(hf.__file__).parents[1]),
-    }
     source = DATA / "qwen2_tiny_b"
     command = [sys.executable, "-c", SHARDED, str(source), str(tmp_path / "out")]
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    done = subprocess.run(command, env=environment(8), capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout == "equal\n", done.stderr
     assert_trees_equal(read_tensors(tmp_path / "out"), read_tensors(source))

@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -15,6 +14,7 @@ import jax
 import numpy as np
 import pytest
 import tiny
+from devices import environment
 from safetensors.numpy import load_file
 from two_processes import equal_here, known_state
 
@@ -24,17 +24,6 @@ from lld_jax.config import ConfigError
 
 SCRIPT = Path(__file__).with_name("two_processes.py")
 HEARTBEAT = 20  # seconds
-
-
-def environment(devices: int, **more: str) -> dict[str, str]:
-    return os.environ | {
-        # What takes the time here is compiling.
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} "
-        "--xla_backend_optimization_level=0",
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": f"{tiny.ROOT}{os.pathsep}{SCRIPT.parent}",
-        **more,
-    }
 
 
 @dataclasses.dataclass
@@ -106,8 +95,8 @@ def run_config(folder, shared_config, policy):
     config.rollout.group, config.rollout.slots = 4, 8
     config.rollout.max_tokens = 128
     config.optim.micro_rows, config.optim.updates = 8, 2
-    # Sums in another order move the weights by a last bit, and Adam's steps by more. So
-    # small ones, and few unlikely tokens: else a draw falls on the other side of a bound.
+    # Sums in another order move the weights by a last bit, and Adam's steps by more:
+    # small ones, and few unlikely tokens, or a draw may fall on a bound's other side.
     config.optim.lr, config.rollout.temperature = 1e-3, 0.5
     config.eval.every, config.eval.limit, config.diagnostics.every = 0, 1, 0
     config.checkpoint.every, config.checkpoint.keep = 1, 9

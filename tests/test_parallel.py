@@ -1,7 +1,6 @@
 """Layouts and their rule tables; and eight devices do what one does."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,9 +8,10 @@ from pathlib import Path
 import jax
 import optax
 import pytest
+from devices import environment
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
-from tiny import CONFIG, ROOT, one_device
+from tiny import CONFIG, one_device
 
 from lld_jax import model, parallel
 
@@ -118,16 +118,9 @@ def test_optimizer_moments_lie_like_their_parameters(abstract):
 def eight(policy, tmp_path_factory):
     """Results of `eight_devices.py`, one process for all the tests below."""
     script = Path(__file__).with_name("eight_devices.py")
-    env = os.environ | {
-        # What takes the time here is compiling.
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8 "
-        "--xla_backend_optimization_level=0",
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": f"{ROOT}{os.pathsep}{script.parent}",
-    }
     done = subprocess.run(
         [sys.executable, script, policy, tmp_path_factory.mktemp("eight")],
-        env=env,
+        env=environment(8),
         capture_output=True,
         text=True,
     )

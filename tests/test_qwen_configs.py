@@ -1,12 +1,12 @@
 """The configs of the big runs: legal as they are, and run in small on eight devices."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from devices import environment
 
 from lld_jax import config as config_lib
 from lld_jax import metrics, overrides, sizes
@@ -70,14 +70,12 @@ def shared(tmp_path_factory):
 @pytest.mark.parametrize("name", NAMES)
 def test_two_steps_in_small_on_eight_devices(name, shared):
     workdir = shared / name
-    env = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-    }
     command = [sys.executable, "-m", "lld_jax.main"]
     command += [f"--config={spec(name, ':smoke')}", f"--workdir={workdir}"]
     command += [f"--config.data_dir={shared / 'data'}"]
-    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        command, env=environment(8), cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     lines = metrics.read(workdir / "metrics.jsonl")
     assert [line["step"] for line in lines] == [0, 1, 2]

@@ -1,7 +1,6 @@
 """A run that is killed or stopped, and started again, is the run without a break."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -9,8 +8,9 @@ import sys
 import jax
 import numpy as np
 import pytest
+from devices import environment
 from safetensors.numpy import load_file
-from tiny import ROOT, write_config_file
+from tiny import write_config_file
 
 from lld_jax import checkpoint, metrics, train
 
@@ -44,7 +44,7 @@ def broken_run(tmp_path_factory, run_config):
         command = [sys.executable, "-c", DRIVER, str(step), str(int(number))]
         done = subprocess.run(
             [*command, f"--config={file}", f"--workdir={workdir}"],
-            env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+            env=environment(),
             capture_output=True,
             text=True,
         )

@@ -2,15 +2,14 @@
 
 import functools
 import json
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from devices import environment
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.extend.core import jaxprs_in_params
@@ -350,13 +349,11 @@ def eight_devices() -> dict:
 
 
 def test_eight_devices_sample_what_one_does():
-    env = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": str(Path(__file__).parents[1]),
-    }
     done = subprocess.run(
-        [sys.executable, __file__], env=env, capture_output=True, text=True
+        [sys.executable, __file__],
+        env=environment(8),
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(done.stdout.splitlines()[-1])

@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import os
 import pickle
 import signal
 import subprocess
@@ -10,6 +9,7 @@ import sys
 
 import numpy as np
 import pytest
+from devices import environment
 from safetensors.numpy import load
 from test_resume import DRIVER, kept
 from tiny import ROOT, write_config_file
@@ -156,7 +156,7 @@ def test_a_run_in_a_bucket_that_is_killed_and_goes_on(
         subprocess.run(
             [*command, f"--config={file}", f"--workdir={workdir}"],
             cwd=here,
-            env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+            env=environment(),
             capture_output=True,
             text=True,
         )
