@@ -110,7 +110,8 @@ def make_plan(config: ConfigDict, sizes: ModelConfig, *, on_cpu: bool = False) -
     return Plan(
         both=both,
         training={
-            "gradients": 2 * own * _FLOAT32,  # the sum, and a micro-batch's
+            # The sum, and a micro-batch's; two sums where their norms are compared.
+            "gradients": (3 if config.diagnostics.every else 2) * own * _FLOAT32,
             "activations": activations,
             "logits": _LOGITS * _FLOAT32 * min(1 << 25, rows * T * sizes.vocab),
             "batch": whole // devices * _FLOAT32 * _ARRAYS,

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from lld_jax import model, nthr, signals
+from lld_jax import model, nthr, parallel, signals
 from lld_jax.policy import Policy
 from lld_jax.update import filled, forward_functions, loss_config
 
@@ -43,17 +43,23 @@ def make_nthr(policy: Policy) -> Any:
 def make_probes(policy: Policy) -> tuple[Any, Any]:
     """`norms_fn` and `moved_fn`, jitted: what diagnostics look at now and then.
 
-    `norms_fn(params, batch, weights, scalars, count)`: norms of the gradients, with
-    respect to the parameters, of the surrogate (`grad/policy`) and of lambda times
-    LLDS (`grad/llds`), on the first `count` micro-batches of an optimizer batch, and
-    the cosine between the two (`grad/cosine`, 0 if one vanishes).
+    `norms_fn(params, batch, weights, scalars, count, beside=())`: norms of the
+    gradients, with respect to the parameters, of the surrogate (`grad/policy`) and of
+    lambda times LLDS (`grad/llds`), on the first `count` micro-batches of an optimizer
+    batch, and the cosine between the two (`grad/cosine`, 0 if one vanishes). `beside`
+    is as in `update.make_functions`.
 
     `moved_fn(new, old, mask, segments, places)`: `signals.displacements`.
     """
     settings, (hidden, score) = loss_config(policy.config), forward_functions(policy)
     layout = policy.training
+    # Nothing of it leaves the program: unasked, a compiler keeps the sums whole.
+    split = parallel.param_shardings(
+        model.abstract_params(policy.model, layout), layout
+    )
 
-    def norms_fn(params, batch, weights, scalars, count):
+    def norms_fn(params, batch, weights, scalars, count, beside=()):
+        del beside
         order, number = filled(batch, 0, count)
 
         def one(k, grads):
@@ -66,9 +72,11 @@ def make_probes(policy: Policy) -> tuple[Any, Any]:
 
             _, back = jax.vjp(two, params)
             new = [back((jnp.float32(i == 0), jnp.float32(i == 1)))[0] for i in (0, 1)]
+            new = jax.lax.with_sharding_constraint(new, [split, split])
             return jax.tree.map(jnp.add, grads, new)
 
         zeros = [jax.tree.map(jnp.zeros_like, params)] * 2
+        zeros = jax.lax.with_sharding_constraint(zeros, [split, split])
         policy, llds = jax.lax.fori_loop(0, number, one, zeros)
         a, b = optax.tree.norm(policy), optax.tree.norm(llds)
         both = optax.tree.vdot(policy, llds)
@@ -77,6 +85,6 @@ def make_probes(policy: Policy) -> tuple[Any, Any]:
 
     whole = layout.sharding()
     return (
-        jax.jit(norms_fn, out_shardings=whole),
+        jax.jit(norms_fn, keep_unused=True, out_shardings=whole),
         jax.jit(signals.displacements, out_shardings=whole),
     )

@@ -222,14 +222,16 @@ def train(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
                 lr = config.optim.lr * watch.lr_scale
                 if step < config.optim.warmup:
                     lr *= step / config.optim.warmup
-                outs = []
+                outs, beside = [], (reference, lagged)
                 for j in range(updates):
                     part = {k: x[j * each : (j + 1) * each] for k, x in stacked.items()}
                     args = part, weigh(part), scalars
                     if probe and j == updates - 1:  # those that the weights moved from
-                        norms = norms_fn(state["params"], *args, each)
+                        norms = norms_fn(
+                            state["params"], *args, each, (state["opt"], beside)
+                        )
                     unmoved = j == 0 or lr == 0
-                    state, out = update_fn(state, *args, lr, unmoved, each)
+                    state, out = update_fn(state, *args, lr, unmoved, each, beside)
                     outs.append(out)
                 outs = jax.device_get(outs)
             if int(state["bad"]) >= config.optim.max_bad_steps:

@@ -125,10 +125,12 @@ def make_functions(policy: Policy) -> tuple[Any, Any, Any, Any]:
 
     `weigh(batch) -> losses.Weights`, `[n, m, T]`: normalisers of an optimizer batch.
 
-    `update_fn(state, batch, weights, scalars, lr, unmoved, count)` -> (state, metrics):
-    one optimizer step on the first `count` micro-batches; `scalars` holds
-    `valid_searches`, and `llds_coef` if lambda is not the config's. A gradient that is
-    not finite changes nothing but the counter of bad steps.
+    `update_fn(state, batch, weights, scalars, lr, unmoved, count, beside=())`
+    -> (state, metrics): one optimizer step on the first `count` micro-batches;
+    `scalars` holds `valid_searches`, and `llds_coef` if lambda is not the config's. A
+    gradient that is not finite changes nothing but the counter of bad steps. `beside`,
+    what else lies on the devices meanwhile, is not read: a compiler that packs tighter
+    where memory is short has to know of it.
     """
     config, layout = policy.config, policy.training
     settings = loss_config(config)
@@ -160,7 +162,9 @@ def make_functions(policy: Policy) -> tuple[Any, Any, Any, Any]:
         out = jnp.zeros(batch["ids"].shape, jnp.float32)
         return jax.lax.fori_loop(0, number, one, out)
 
-    def update_fn(state, batch, weights, scalars, lr, first, count):
+    def update_fn(state, batch, weights, scalars, lr, first, count, beside=()):
+        del beside
+
         def loss_fn(params, micro, weights):
             logps, entropy = forward(params, micro)
             loss, sums = losses.objective(
@@ -227,7 +231,10 @@ def make_functions(policy: Policy) -> tuple[Any, Any, Any, Any]:
         jax.jit(init, out_shardings=in_state),
         jax.jit(logps_fn, out_shardings=rows),
         jax.jit(
-            update_fn, donate_argnums=0, out_shardings=(in_state, layout.sharding())
+            update_fn,
+            donate_argnums=0,
+            keep_unused=True,
+            out_shardings=(in_state, layout.sharding()),
         ),
         jax.jit(weigh, out_shardings=rows),
     )

@@ -15,7 +15,7 @@ import optax
 import tiny
 
 from lld_jax import agent as agent_lib
-from lld_jax import hf, logprobs, model, parallel, update
+from lld_jax import hf, logprobs, model, parallel, probes, update
 from lld_jax.batch import make_batch
 from lld_jax.rollout import Sampling
 
@@ -143,9 +143,10 @@ def one_update(config, made=None):
     logps = logps_fn(params, stacked, 0, n)
     # Old and reference logps that differ, so that every term has a gradient.
     stacked |= {"old_logps": logps + 0.1, "ref_logps": logps - 0.1}
-    state, metrics = update_fn(
-        init(params), stacked, weigh(stacked), scalars, 0.01, False, n
-    )
+    args = stacked, weigh(stacked), scalars
+    norms_fn, _ = probes.make_probes(agent)
+    norms = norms_fn(params, *args, n)
+    state, metrics = update_fn(init(params), *args, 0.01, False, n)
     assert state["params"]["head"].sharding.spec == parallel.P(parallel.AXES, None)
     metrics["ratios"] = metrics["ratios"].sum()  # one may lie on the bound of a bin
     metrics = {
@@ -153,6 +154,7 @@ def one_update(config, made=None):
         for name, value in metrics.items()
         for at, x in np.ndenumerate(value)
     }
+    metrics |= {name: float(x) for name, x in norms.items()}
     return own, np.asarray(logps), metrics, state["opt"][1].mu
 
 

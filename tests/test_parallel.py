@@ -154,5 +154,6 @@ def test_an_update_has_the_same_loss_metrics_and_gradient(eight):
     assert all_of_them == pytest.approx(one, rel=1e-4, abs=1e-5)
     assert all_of_them["loss"] == pytest.approx(one["loss"], abs=1e-5)
     assert one["norm"] > 0.05 and one["loss_llds"] > 0 and one["loss_policy"] != 0
+    assert one["grad/policy"] > 0 < one["grad/llds"]
     assert eight["mu"] < 1e-5
     assert eight["norm_of_mu"] == pytest.approx(0.1 * 0.05, rel=1e-4)

@@ -41,7 +41,7 @@ def test_one_device_holds_what_the_programs_say():
     counters = 8  # Adam's, and the bad steps'
     assert made.both["Adam"] == nbytes(state) - nbytes(params) - counters
     assert made.both["reference policy"] == nbytes(params)
-    assert made.training["gradients"] == 2 * nbytes(params)
+    assert made.training["gradients"] == 3 * nbytes(params)  # norms of two sums
     assert made.sampling["published weights"] == nbytes(params)
     shapes = rollout_shapes(policy)
     programs = decoding.make_programs(

@@ -74,7 +74,11 @@ def test_two_steps_in_small_on_eight_devices(name, shared):
     command += [f"--config={spec(name, ':smoke')}", f"--workdir={workdir}"]
     command += [f"--config.data_dir={shared / 'data'}"]
     done = subprocess.run(
-        command, env=environment(8), cwd=ROOT, capture_output=True, text=True
+        command,
+        env=environment(8, optimized=True),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     lines = metrics.read(workdir / "metrics.jsonl")
