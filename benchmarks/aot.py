@@ -2,7 +2,7 @@
 
     pip install -e '.[aot]'
     python -m benchmarks.aot --config=configs/qwen3b.py --topology=v5e:4x4
-        [--programs=update,logps,reference,extend,decode] [--json=FILE]
+        [--programs=update,norms,logps,reference,extend,decode] [--json=FILE]
 
 The compiler is the real one (libtpu). A line a program: GiB a chip of what it is given,
 of what it sets aside for itself and of both; of what is alive at once at most (`peak`:
@@ -29,12 +29,12 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import flops
-from lld_jax import decoding, model, overrides, parallel, sizes, update
+from lld_jax import decoding, model, overrides, parallel, probes, sizes, update
 from lld_jax.plan import GIB
 from lld_jax.policy import Policy, rollout_programs, rollout_shapes
 from lld_jax.stop import stop_table
 
-PROGRAMS = ("update", "logps", "reference", "extend", "decode")
+PROGRAMS = ("update", "norms", "logps", "reference", "extend", "decode")
 _COLLECTIVES = (
     "all-gather",
     "all-reduce",
@@ -121,6 +121,8 @@ def training_programs(policy: Policy) -> dict[str, tuple[Any, dict[str, Any]]]:
         params,
     )
     scores = {"batch": batch, "start": i32, "count": i32}
+    beside = {"reference": rounded} if config.loss.kl else {}
+    norms_fn, _ = probes.make_probes(policy)
     return {
         "update": (
             update_fn,
@@ -132,6 +134,18 @@ def training_programs(policy: Policy) -> dict[str, tuple[Any, dict[str, Any]]]:
                 "lr": f32,
                 "first": _scalar(jnp.bool_),
                 "count": i32,
+                "beside": beside,
+            },
+        ),
+        "norms": (
+            norms_fn,
+            {
+                "params": params,
+                "batch": batch | more,
+                "weights": weights,
+                "scalars": scalars,
+                "count": i32,
+                "beside": beside | {"optimizer": state["opt"]},
             },
         ),
         "logps": (logps_fn, {"params": params} | scores),
@@ -228,7 +242,8 @@ def least_flops(policy: Policy, program: str) -> float:
     count -= 0 if m.tied else m.vocab * m.width
     attention = 2 * T * m.kv_heads * m.group * m.head_dim * m.layers
     forward = policy.config.optim.micro_rows * T * (2 * count + attention)
-    return float(forward * (3 if program == "update" else 1))
+    # Backward is twice forward, and done twice for the norms of two gradients.
+    return float(forward * {"update": 3, "norms": 5}.get(program, 1))
 
 
 def measure(
@@ -248,12 +263,9 @@ def measure(
     memory = compiled.memory_analysis()
     made = memory.temp_size_in_bytes
     made += memory.output_size_in_bytes - memory.alias_size_in_bytes
-    held = {name: bytes_a_device(x) for name, x in arguments.items()}
+    held = arguments | arguments.get("beside", {})
+    held = {k: bytes_a_device(x) for k, x in held.items() if k != "beside"}
     peak = memory.peak_memory_in_bytes
-    if program == "update" and policy.config.loss.kl:  # it lies there meanwhile
-        held["reference"] = bytes_a_device(arguments["state"]["params"])
-        held["reference"] = held["reference"] * policy.dtype.itemsize // 4
-        peak += held["reference"]
     slots = arguments.get("slots")
     cache = bytes_a_device(slots["k"]) if slots else None
     line = {
@@ -264,7 +276,7 @@ def measure(
         "peak": round(peak / GIB, 3),
         "compile_seconds": round(seconds, 1),
     } | operations(compiled.as_text(), cache)
-    if program in ("update", "logps", "reference"):
+    if program in ("update", "norms", "logps", "reference"):
         blocked = _with_blocked_attention(policy)
         f, arguments = training_programs(blocked)[program]
         jaxpr = f.trace(*arguments.values()).jaxpr.jaxpr
@@ -294,10 +306,10 @@ def _key(line: dict[str, Any]) -> tuple:
 _PAGE = """# What the TPU compiler says
 
 Compiled by libtpu for chips that were not there (`benchmarks/aot.py`); nothing was
-run. GiB a chip. *given*: what a program is given, with the reference policy that lies
-there during an update; *made*: what the compiler sets aside for itself; *total*:
-both; *peak*: what is alive at once at most, given and made, which is less where there
-is room to spare. *products*: matrix products over the least, which is one with each
+run. GiB a chip. *given*: what a program is given, with what lies there meanwhile (the
+reference policy, Adam's state); *made*: what the compiler sets aside for itself;
+*total*: both; *peak*: what is alive at once at most, given and made, which is less
+where there is room to spare. *norms*: of the two gradients, every tenth step. *products*: matrix products over the least, which is one with each
 parameter a token and half of all pairs of causal attention, forward and backward
 (attention counted in its blocked form). *of a layer*: collectives in the text of one
 layer's body. *copies*: copies as large as all keys of the cache. *s*: seconds to

@@ -8,7 +8,7 @@ policy=gspo, answer=paper, micro=32. One host of eight GPUs: :gpu.
 In small, on 8 devices of any kind: --config=configs/qwen3b_instruct.py:smoke
 
 Data: `data/` holds the questions and the index that `common.py` names.
-Memory of a v5e chip (`--mode=plan --device=v5e`): 5.9 GiB in training with a row of
+Memory of a v5e chip (`--mode=plan --device=v5e`): 6.6 GiB in training with a row of
 4,096 tokens a chip, 9.9 while sampling with 512 slots; 15.75 are there.
 Expected (paper): mean exact match of seven sets .441, against .336 for plain GRPO; GSPO
 (`policy=gspo`) .451 with LLDS, .331 without. With LLDS, NQ .462, TriviaQA .627, PopQA
