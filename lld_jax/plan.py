@@ -194,7 +194,9 @@ def _remedy(plan: Plan, phase: str, memory: float, config: ConfigDict) -> str:
     if phase == "training" and spare >= a_row:
         most = int(spare // a_row) * devices
         return f"optim.micro_rows: {config.optim.micro_rows}; legal are at most {most}"
-    return "legal are more devices, optim.moment=bfloat16, a larger mesh.tensor"
+    probes = phase == "training" and config.diagnostics.every
+    fewer = ", diagnostics.every=0" if probes else ""
+    return f"legal are more devices, optim.moment=bfloat16, a larger mesh.tensor{fewer}"
 
 
 def describe(plan: Plan, config: ConfigDict, memory: float | None = None) -> str:

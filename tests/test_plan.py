@@ -91,7 +91,7 @@ def test_a_model_of_three_billion_on_sixteen_chips():
     [
         ("", "qwen3b", 9.0, r"sampling needs 9.89 GiB.*has 9.00.*at most 408$"),
         (":micro=64", "qwen3b", 10.0, r"training needs.*micro_rows: 64; .*at most 48$"),
-        (":data=1,fsdp=2", "qwen7b", 15.75, r"training needs.*Adam 7.09.*more devices"),
+        (":data=1,fsdp=2", "qwen7b", 15.75, r"training needs.*Adam 7.09.*every=0$"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_what_would(arg, name, memory, message):
@@ -116,6 +116,9 @@ def test_leaner_settings_take_less():
     assert 4 * lean.both["Adam"] == 3 * whole.both["Adam"]
     config.loss.kl = 0.0
     assert "reference policy" not in plan.make_plan(config, model_config).both
+    config.diagnostics.every = 0  # no norms of two gradients
+    fewer = plan.make_plan(config, model_config).training["gradients"]
+    assert 3 * fewer == 2 * lean.training["gradients"]
     config.model.remat = "attention"
     more = plan.make_plan(config, model_config).training["activations"]
     extra = 36 * 4096 * 2048 * 2  # one number a head dimension, layer and token
