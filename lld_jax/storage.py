@@ -7,6 +7,7 @@ all and cannot be appended to; a folder is there while something lies in it.
 import contextlib
 import importlib.util
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -27,7 +28,7 @@ def folder(path: str | os.PathLike[str]) -> Any:
     Raises ConfigError for another address, or without the extra.
     """
     text = os.fspath(path)
-    if "://" not in text:
+    if not re.match(r"\w+:/", text):  # also gs:/BUCKET, a slash too few
         return Path(text).expanduser().absolute()
     bucket, _, name = text.removeprefix(_BUCKETS).partition("/")
     if not text.startswith(_BUCKETS) or not bucket or not name.strip("/"):

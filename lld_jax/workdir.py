@@ -34,6 +34,7 @@ def examine(config: ConfigDict, workdir: str | Path) -> Path:
         written.
     """
     workdir = storage.folder(workdir)
+    storage.check_writable(workdir)  # first: what cannot be reached has no files either
     saved = workdir / "config.json"
     if (workdir / "summary.json").exists():
         raise config_lib.ConfigError(
@@ -46,7 +47,6 @@ def examine(config: ConfigDict, workdir: str | Path) -> Path:
             f"workdir: {str(workdir)!r} holds something that is no run; legal is a new "
             "or empty folder, or an unfinished run"
         )
-    storage.check_writable(workdir)
     return workdir
 
 

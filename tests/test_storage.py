@@ -43,7 +43,15 @@ def names(folder) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "path", ["gs://", "gs://bucket", "gs://bucket/", "gs:///run", "s3://bucket/run"]
+    "path",
+    [
+        "gs://",
+        "gs://bucket",
+        "gs://bucket/",
+        "gs:///run",
+        "gs:/bucket/run",
+        "s3://bucket/run",
+    ],
 )
 def test_an_address_names_a_bucket_and_a_folder(path):
     with pytest.raises(ConfigError) as error:
@@ -70,6 +78,18 @@ def test_folders_are_absolute_and_buckets_stay_what_they_are(tmp_path, monkeypat
 def test_a_bucket_that_is_not_there_is_refused_before_a_run(config, bucket):
     with pytest.raises(ConfigError, match="workdir: 'gs://none/run' cannot be written"):
         workdir_lib.examine(config, "gs://none/run")
+
+
+def test_a_service_that_does_not_answer_is_said_as_such(config, monkeypatch):
+    def unreachable(self):
+        raise ConnectionError("Name or service not known")
+
+    path = type(storage.folder("gs://bucket/run"))
+    for method in ("exists", "is_dir"):
+        monkeypatch.setattr(path, method, unreachable)
+    monkeypatch.setattr(path, "write_text", lambda self, text: unreachable(self))
+    with pytest.raises(ConfigError, match="cannot be written .ConnectionError: Name"):
+        workdir_lib.examine(config, "gs://bucket/run")
 
 
 def test_files_of_a_bucket(bucket):
