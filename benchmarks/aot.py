@@ -29,10 +29,14 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import flops
-from lld_jax import decoding, model, overrides, parallel, probes, sizes, update
+from lld_jax import model, parallel
+from lld_jax.config import overrides
+from lld_jax.model import sizes
 from lld_jax.plan import GIB
-from lld_jax.policy import Policy, rollout_programs, rollout_shapes
-from lld_jax.stop import stop_table
+from lld_jax.protocol.stop import stop_table
+from lld_jax.rollout import decoding
+from lld_jax.rollout.policy import Policy, rollout_programs, rollout_shapes
+from lld_jax.training import probes, update
 
 PROGRAMS = ("update", "norms", "logps", "reference", "extend", "decode")
 _COLLECTIVES = (

@@ -27,11 +27,12 @@ import numpy as np
 
 from benchmarks import rollout, workloads
 from lld_jax import agent as agent_lib
-from lld_jax import host, packing, update
-from lld_jax.batch import make_batch
-from lld_jax.overrides import load
-from lld_jax.questions import question_of_draw
+from lld_jax.config.overrides import load
+from lld_jax.data.questions import question_of_draw
 from lld_jax.rollout import Sampling
+from lld_jax.run import host
+from lld_jax.training import packing, update
+from lld_jax.training.batch import make_batch
 
 ROW = 4096
 SIZES, MICRO_ROWS = (256, 128, 64), (1, 2, 4, 8, 16)

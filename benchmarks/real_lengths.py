@@ -13,8 +13,8 @@ import json
 import sys
 from pathlib import Path
 
-from lld_jax.codec import load_codec
-from lld_jax.search import Codec, load_template, split_response
+from lld_jax.protocol.codec import load_codec
+from lld_jax.protocol.search import Codec, load_template, split_response
 
 LIMIT = 4096  # tokens of a whole trajectory
 SOURCE = (

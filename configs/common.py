@@ -9,8 +9,7 @@ from pathlib import Path
 from ml_collections import ConfigDict
 
 import lld_jax
-from lld_jax import overrides
-from lld_jax.config import ConfigError
+from lld_jax.config import ConfigError, overrides
 
 # Short names for the argument of a config file: --config=configs/tiny.py:llds=0.1
 SHORT_NAMES = {

@@ -9,25 +9,20 @@ import jax
 from ml_collections import ConfigDict
 
 from lld_jax import config as config_lib
-from lld_jax import (
-    decoding,
-    exchange,
-    hf,
-    model,
-    parallel,
-    plan,
-    questions,
-    rewards,
-    storage,
-)
-from lld_jax.environment import SearchEnvironment
-from lld_jax.policy import Policy, rollout_programs
-from lld_jax.questions import Question
+from lld_jax import model, parallel, plan
+from lld_jax.data import questions
+from lld_jax.data.questions import Question
+from lld_jax.model import hf
+from lld_jax.parallel import exchange
+from lld_jax.protocol import rewards
+from lld_jax.protocol.environment import SearchEnvironment
+from lld_jax.protocol.search import Codec, Trajectory, final_answer, load_template
+from lld_jax.protocol.stop import stop_table
 from lld_jax.retrieval.build import open_index
 from lld_jax.retrieval.cache import CachedRetriever
-from lld_jax.rollout import Limits, Sampling, combined, rollout, tasks_of
-from lld_jax.search import Codec, Trajectory, final_answer, load_template
-from lld_jax.stop import stop_table
+from lld_jax.rollout import Limits, Sampling, combined, decoding, rollout, tasks_of
+from lld_jax.rollout.policy import Policy, rollout_programs
+from lld_jax.run import storage
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -5,9 +5,9 @@ from statistics import fmean
 from typing import Any
 
 from lld_jax.agent import Agent, sample
-from lld_jax.questions import Question
+from lld_jax.data.questions import Question
+from lld_jax.protocol.search import Trajectory
 from lld_jax.rollout import Sampling
-from lld_jax.search import Trajectory
 
 MODES = {"greedy": 0.0, "sampled": 1.0}
 # Apart from the seed of training, so that no draw of the two is the same.

@@ -26,29 +26,20 @@ from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
 from lld_jax import agent as agent_lib
-from lld_jax import (
-    checkpoint,
-    cluster,
-    evaluate,
-    exchange,
-    hf,
-    host,
-    metrics,
-    plan,
-    search,
-    sizes,
-    storage,
-    train,
-    update,
-)
 from lld_jax import config as config_lib
+from lld_jax import evaluate, plan, train
 from lld_jax.agent import Agent
-from lld_jax.exchange import PeerFailed
-from lld_jax.guard import Collapsing
-from lld_jax.overrides import clean_argv, workdir_name
-from lld_jax.preemption import Preempted
-from lld_jax.questions import Question
+from lld_jax.config.overrides import clean_argv, workdir_name
+from lld_jax.data.questions import Question
+from lld_jax.diagnosis.guard import Collapsing
+from lld_jax.model import hf, sizes
+from lld_jax.parallel import cluster, exchange
+from lld_jax.parallel.exchange import PeerFailed
+from lld_jax.parallel.preemption import Preempted
+from lld_jax.protocol import search
 from lld_jax.rollout import Sampling
+from lld_jax.run import checkpoint, host, metrics, storage
+from lld_jax.training import update
 
 _WORKDIR = flags.DEFINE_string(
     "workdir",

@@ -15,30 +15,25 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from lld_jax import agent as agent_lib
-from lld_jax import (
-    checkpoint,
-    diagnostics,
-    evaluate,
-    exchange,
-    guard,
-    metrics,
-    packing,
-    parallel,
-)
-from lld_jax.batch import make_batch
-from lld_jax.phases import Thresholds
-from lld_jax.preemption import Preempted, Stop
-from lld_jax.probes import make_nthr, make_probes
-from lld_jax.questions import question_of_draw
+from lld_jax import evaluate, parallel
+from lld_jax.data.questions import question_of_draw
+from lld_jax.diagnosis import diagnostics, guard
+from lld_jax.diagnosis.phases import Thresholds
+from lld_jax.parallel import exchange
+from lld_jax.parallel.preemption import Preempted, Stop
 from lld_jax.rollout import Sampling
-from lld_jax.update import keep_reference, loss_config, make_functions
-from lld_jax.workdir import (
+from lld_jax.run import checkpoint, metrics
+from lld_jax.run.workdir import (
     claim,
     examine,
     hold,
     write_summary,
     write_trajectories,
 )
+from lld_jax.training import packing
+from lld_jax.training.batch import make_batch
+from lld_jax.training.probes import make_nthr, make_probes
+from lld_jax.training.update import keep_reference, loss_config, make_functions
 
 
 class Diverged(RuntimeError):

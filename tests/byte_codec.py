@@ -2,9 +2,9 @@
 
 import re
 
-from lld_jax import search
-from lld_jax.environment import SearchEnvironment, Turn
-from lld_jax.search import Codec, RetrievalError
+from lld_jax.protocol import search
+from lld_jax.protocol.environment import SearchEnvironment, Turn
+from lld_jax.protocol.search import Codec, RetrievalError
 
 END = 256
 

@@ -76,7 +76,7 @@ def published(agent, params):
 @pytest.fixture(scope="session")
 def functions(agent):
     """The jitted `init, logps_fn, update_fn, weigh` of the shared config."""
-    from lld_jax import update
+    from lld_jax.training import update
 
     return update.make_functions(agent)
 

@@ -1,9 +1,8 @@
 """The environment of processes that tests start: pretended devices, quick compiling."""
 
 import os
-from pathlib import Path
 
-TESTS = Path(__file__).parent
+from paths import TESTS
 
 
 def environment(

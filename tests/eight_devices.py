@@ -13,13 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import tiny
+from jax.sharding import PartitionSpec
+from paths import DATA
 
 from lld_jax import agent as agent_lib
-from lld_jax import hf, logprobs, model, parallel, probes, update
-from lld_jax.batch import make_batch
+from lld_jax import model, parallel
+from lld_jax.model import hf, logprobs
 from lld_jax.rollout import Sampling
+from lld_jax.training import probes, update
+from lld_jax.training.batch import make_batch
 
-DATA = Path(__file__).parent / "data"
 make_mesh = parallel.make_mesh
 
 
@@ -147,7 +150,7 @@ def one_update(config, made=None):
     norms_fn, _ = probes.make_probes(agent)
     norms = norms_fn(params, *args, n)
     state, metrics = update_fn(init(params), *args, 0.01, False, n)
-    assert state["params"]["head"].sharding.spec == parallel.P(parallel.AXES, None)
+    assert state["params"]["head"].sharding.spec == PartitionSpec(parallel.AXES, None)
     metrics["ratios"] = metrics["ratios"].sum()  # one may lie on the bound of a bin
     metrics = {
         name + "".join(map(str, at)): float(x)

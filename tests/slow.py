@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from lld_jax.environment import Environment, Reply, Turn
+from lld_jax.protocol.environment import Environment, Reply, Turn
 
 
 @dataclass

@@ -6,11 +6,12 @@ from statistics import fmean
 import pytest
 
 from lld_jax import agent as agent_lib
-from lld_jax import diagnostics, evaluate
-from lld_jax.questions import Question
-from lld_jax.rewards import exact_match
+from lld_jax import evaluate
+from lld_jax.data.questions import Question
+from lld_jax.diagnosis import diagnostics
+from lld_jax.protocol.rewards import exact_match
+from lld_jax.protocol.search import final_answer
 from lld_jax.rollout import Sampling
-from lld_jax.search import final_answer
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from paths import ROOT
 
-ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "lld_jax"
 
 FLOORS = {

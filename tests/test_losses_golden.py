@@ -5,17 +5,17 @@ data/llds_golden_public.npz holds inputs, losses and gradients that the code gav
 """
 
 import functools
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from paths import DATA
 
 from lld_jax import losses
 from lld_jax.losses import LossConfig
 
-GOLDEN = Path(__file__).parent / "data" / "llds_golden_public.npz"
+GOLDEN = DATA / "llds_golden_public.npz"
 CASES = [f"c{n:02d}" for n in range(17)]
 ROWS, TOKENS = 16, 64  # the largest case; the others are padded to it, to compile once
 LAMBDA = 0.2

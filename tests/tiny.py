@@ -13,14 +13,17 @@ from pathlib import Path
 import jax
 import numpy as np
 from ml_collections import ConfigDict
+from paths import ROOT
 
 from experiments.warm_start import make
 from experiments.warm_start import tokenizer as bpe
 from lld_jax import config as config_lib
-from lld_jax import hf, model, overrides, parallel, world
-from lld_jax.search import Codec
+from lld_jax import model, parallel
+from lld_jax.config import overrides
+from lld_jax.data import world
+from lld_jax.model import hf
+from lld_jax.protocol.search import Codec
 
-ROOT = Path(__file__).parents[1]
 VOCAB = 640  # ids of the tokenizer; the model has 8 rows more, never to be sampled
 CONFIG = model.ModelConfig(
     vocab=VOCAB + 8,

@@ -20,10 +20,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from lld_jax import checkpoint, cluster, exchange, hf, main, metrics, model, parallel
 from lld_jax import config as config_lib
+from lld_jax import main, model, parallel
 from lld_jax import train as train_lib
-from lld_jax.preemption import Preempted
+from lld_jax.model import hf
+from lld_jax.parallel import cluster, exchange
+from lld_jax.parallel.preemption import Preempted
+from lld_jax.run import checkpoint, metrics
 
 
 def train(step: str, number: str, process: str, *command: str) -> None:

@@ -21,7 +21,7 @@ import transformers
 
 from benchmarks import workloads
 from benchmarks.workloads import Script, Work
-from lld_jax.host import keep_freed_memory, peak_memory_gib
+from lld_jax.run.host import keep_freed_memory, peak_memory_gib
 
 # The fastest of 16, 32 and 64 rows for each work, on both shapes. More rows make a step
 # cheaper for each, but all wait for the longest action: a long one in C costs most.

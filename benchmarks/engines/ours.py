@@ -21,13 +21,14 @@ import numpy as np
 
 from benchmarks import workloads
 from benchmarks.workloads import Script, Work
-from lld_jax import decoding, hf, model, parallel
-from lld_jax.environment import Reply, Turn
-from lld_jax.host import keep_freed_memory, peak_memory_gib
-from lld_jax.metrics import CompileCounter
-from lld_jax.rollout import Limits, Sampling, Task, rollout
-from lld_jax.search import Trajectory
-from lld_jax.stop import StopTable
+from lld_jax import model, parallel
+from lld_jax.model import hf
+from lld_jax.protocol.environment import Reply, Turn
+from lld_jax.protocol.search import Trajectory
+from lld_jax.protocol.stop import StopTable
+from lld_jax.rollout import Limits, Sampling, Task, decoding, rollout
+from lld_jax.run.host import keep_freed_memory, peak_memory_gib
+from lld_jax.run.metrics import CompileCounter
 
 SLOTS, EXTEND_ROWS, EXTEND_TOKENS = 48, 4, 128
 WIDTHS = (32, 24, 16, 12, 8, 4)

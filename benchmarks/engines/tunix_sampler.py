@@ -35,7 +35,7 @@ import numpy as np
 
 from benchmarks import workloads
 from benchmarks.workloads import Script, Work
-from lld_jax.host import keep_freed_memory, peak_memory_gib
+from lld_jax.run.host import keep_freed_memory, peak_memory_gib
 
 THREADS = 2
 SMALL_ROWS, ROWS = 2, 8

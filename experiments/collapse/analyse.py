@@ -13,7 +13,7 @@ GRPO. The definitions were fixed before the first run:
   falls and later climbs above its old peak has recovered);
 - halving: the first step after the peak at which the mean of the last 10 steps is
   under half of it;
-- first warning: the first step at which `lld_jax.phases` says decay or collapse. It
+- first warning: the first step at which `diagnosis.phases` says decay or collapse. It
   came in time if it came in the first half of the time from the peak to the halving;
 - living: ended, and not collapsed. A living run with a warning is a false alarm.
 
@@ -170,7 +170,7 @@ def halving_step(reward: np.ndarray) -> int | None:
 
 
 def _detector() -> Observe:
-    from lld_jax import phases
+    from lld_jax.diagnosis import phases
 
     thresholds = phases.Thresholds()
 
@@ -188,7 +188,7 @@ def phases_of(
 
     Args:
       series: of one run. Its lines without a reward are no training steps.
-      observe: takes the place of `lld_jax.phases`; its first watch is None.
+      observe: takes the place of `lld_jax.diagnosis.phases`; its first watch is None.
     """
     observe, watch, seen = observe or _detector(), None, []
     for line in _measured(series["reward"]):

@@ -13,8 +13,7 @@ One run: python -m lld_jax.main --config=experiments/collapse/config.py:grpo
 from ml_collections import ConfigDict
 
 from configs import tiny
-from lld_jax import overrides
-from lld_jax.config import ConfigError
+from lld_jax.config import ConfigError, overrides
 
 # What a setting changes. All but the `llds` ones are plain GRPO with something else.
 PLAIN = {"llds.coef": 0.0}

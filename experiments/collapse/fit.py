@@ -1,4 +1,4 @@
-"""Fits the thresholds of `lld_jax.phases` on some seeds and tests them on the others.
+"""Fits the detector's thresholds on some seeds, tests them on others.
 
     python -m experiments.collapse.fit [--settings=grpo,...] [--fit=0,1] [--raw=DIR]
         [--json=FILE]
@@ -21,8 +21,8 @@ from tqdm import tqdm
 
 from experiments.collapse.analyse import RAW, Run, judge, read_runs
 from experiments.collapse.config import SETTINGS
-from lld_jax import phases
-from lld_jax.phases import Thresholds
+from lld_jax.diagnosis import phases
+from lld_jax.diagnosis.phases import Thresholds
 
 GRID: dict[str, Sequence[float]] = {
     "patience": (3, 5),

@@ -27,7 +27,8 @@ from tqdm import tqdm
 from experiments.collapse import start
 from experiments.collapse.columns import COLUMNS
 from experiments.collapse.config import SETTINGS, get_config
-from lld_jax import metrics, questions, world
+from lld_jax.data import questions, world
+from lld_jax.run import metrics
 
 ROOT = Path(__file__).parents[2]
 RAW = Path(__file__).parent / "raw"

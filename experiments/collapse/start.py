@@ -18,7 +18,8 @@ import jax
 import jax.numpy as jnp
 
 from experiments.warm_start import make
-from lld_jax import hf, world
+from lld_jax.data import world
+from lld_jax.model import hf
 
 SOURCE = Path(hf.__file__).parent / "assets" / "tiny_qwen2.5"
 HABIT = {"right": 0.15, "guess": 0.55, "wrong_page": 0.3}
@@ -31,7 +32,7 @@ def is_asked(question: world.WorldQuestion) -> bool:
 
 
 def write(out: Path, *, worlds: int = WORLDS, steps: int = STEPS) -> None:
-    """Writes the folder `out`, as `lld_jax.hf` reads it."""
+    """Writes the folder `out`, as `lld_jax.model.hf` reads it."""
     codec, made = hf.load_codec(SOURCE), []
     with tempfile.TemporaryDirectory() as scratch:
         for seed in range(make.FIRST_SEED, make.FIRST_SEED + worlds):

@@ -20,11 +20,12 @@ import jax
 from experiments.displacement import study, table
 from lld_jax import agent as agent_lib
 from lld_jax import config as config_lib
-from lld_jax import hf, host, metrics
 from lld_jax.config import ConfigError
-from lld_jax.overrides import load
-from lld_jax.questions import question_of_draw
+from lld_jax.config.overrides import load
+from lld_jax.data.questions import question_of_draw
+from lld_jax.model import hf
 from lld_jax.rollout import Sampling
+from lld_jax.run import host, metrics
 
 _QUICK = 8  # questions
 

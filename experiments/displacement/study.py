@@ -18,10 +18,10 @@ from ml_collections import ConfigDict
 
 from lld_jax import losses
 from lld_jax.agent import Agent
-from lld_jax.batch import make_batch
 from lld_jax.config import ConfigError
-from lld_jax.search import Trajectory
-from lld_jax.update import make_functions
+from lld_jax.protocol.search import Trajectory
+from lld_jax.training.batch import make_batch
+from lld_jax.training.update import make_functions
 
 OPTIMIZERS = ("adam", "sgd")
 

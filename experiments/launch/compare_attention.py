@@ -13,7 +13,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from lld_jax import kernels, parallel
+from lld_jax import parallel
+from lld_jax.model import kernels
 
 SHAPE = T, K, G, H = 4096, 2, 8, 128
 KERNEL = {"gpu": "cudnn", "tpu": "splash"}

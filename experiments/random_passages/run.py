@@ -14,10 +14,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lld_jax import agent as agent_lib
-from lld_jax import evaluate, hf, metrics
-from lld_jax.overrides import load
+from lld_jax import evaluate
+from lld_jax.config.overrides import load
+from lld_jax.model import hf
+from lld_jax.protocol.search import Passage
 from lld_jax.retrieval.build import read_corpus
-from lld_jax.search import Passage
+from lld_jax.run import metrics
 
 
 @dataclasses.dataclass(frozen=True)

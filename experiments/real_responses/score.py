@@ -21,9 +21,9 @@ import re
 import sys
 from pathlib import Path
 
+from lld_jax.protocol.rewards import exact_match, normalize_answer
+from lld_jax.protocol.search import split_response
 from lld_jax.retrieval.build import index_documents, read_corpus
-from lld_jax.rewards import exact_match, normalize_answer
-from lld_jax.search import split_response
 
 _TITLE = re.compile(r"^\s*(?:<information>)?\s*Doc \d+\(Title: (.*?)\) ", re.MULTILINE)
 

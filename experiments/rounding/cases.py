@@ -8,10 +8,10 @@ import numpy as np
 
 from lld_jax import agent as agent_lib
 from lld_jax import losses, model, parallel
-from lld_jax.batch import make_batch
-from lld_jax.overrides import load
-from lld_jax.questions import question_of_draw
+from lld_jax.config.overrides import load
+from lld_jax.data.questions import question_of_draw
 from lld_jax.rollout import Sampling
+from lld_jax.training.batch import make_batch
 
 RANDOM = model.ModelConfig(
     vocab=4096,

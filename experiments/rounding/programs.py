@@ -10,7 +10,8 @@ import numpy as np
 import optax
 
 from experiments.rounding.cases import Case, layout
-from lld_jax import logprobs, losses, model, parallel
+from lld_jax import losses, model, parallel
+from lld_jax.model import logprobs
 
 # Of the loss nothing but the surrogate and LLDS, as the paper has them.
 SETTINGS = losses.LossConfig(kl=0.0)

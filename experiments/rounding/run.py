@@ -24,7 +24,8 @@ import numpy as np
 from experiments.rounding import cases, programs
 from experiments.rounding.cases import Case
 from experiments.rounding.programs import SETTINGS, Program
-from lld_jax import host, losses
+from lld_jax import losses
+from lld_jax.run import host
 
 DTYPES = ("float32", "bfloat16")
 FIRST, SAME = "`first`: none are read", "the update's program itself"

@@ -15,7 +15,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from lld_jax import metrics
+from lld_jax.run import metrics
 
 PANELS = {
     "reward/mean": "reward (exact match, sampled)",

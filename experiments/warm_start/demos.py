@@ -11,9 +11,9 @@ import dataclasses
 import random
 from collections.abc import Mapping, Sequence
 
-from lld_jax.environment import SearchEnvironment, Turn
-from lld_jax.search import Codec
-from lld_jax.world import World, WorldQuestion
+from lld_jax.data.world import World, WorldQuestion
+from lld_jax.protocol.environment import SearchEnvironment, Turn
+from lld_jax.protocol.search import Codec
 
 # Chances of each behaviour by kind of question. `good` relations are the quarter of
 # the questions on which the start is right more often than not.

@@ -22,10 +22,12 @@ from tqdm import tqdm
 
 from experiments.warm_start import demos
 from experiments.warm_start import tokenizer as bpe
-from lld_jax import hf, logprobs, model, parallel, world
-from lld_jax.environment import SearchEnvironment
+from lld_jax import model, parallel
+from lld_jax.data import world
+from lld_jax.model import hf, logprobs
+from lld_jax.protocol.environment import SearchEnvironment
+from lld_jax.protocol.search import Codec, load_template
 from lld_jax.retrieval.build import open_index
-from lld_jax.search import Codec, load_template
 
 CONFIG = model.ModelConfig(
     vocab=2048,

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lld_jax.encoder import HashedEncoder, fit_idf
+from lld_jax.retrieval.encoders import HashedEncoder, fit_idf
 from lld_jax.retrieval.index import (
     FORMAT,
     Document,

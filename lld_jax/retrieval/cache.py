@@ -4,7 +4,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from threading import Lock
 
-from lld_jax.search import Passage, Retriever
+from lld_jax.protocol.search import Passage, Retriever
 
 
 class CachedRetriever:

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from lld_jax.encoder import HashedEncoder
-from lld_jax.search import Passage, RetrievalError
+from lld_jax.protocol.search import Passage, RetrievalError
+from lld_jax.retrieval.encoders import HashedEncoder
 
 FORMAT = 1
 _BLOCK = 1 << 16  # passage rows scored at once by the exact search
@@ -30,7 +30,7 @@ class Document:
 
 
 class Encoder(Protocol):
-    """What an index asks of an encoder (see `lld_jax.encoder`)."""
+    """What an index asks of an encoder (see `lld_jax.retrieval.encoders`)."""
 
     def encode_queries(self, queries: Sequence[str]) -> np.ndarray: ...
 
