@@ -16,8 +16,9 @@ from lld_jax.model import hf
 from lld_jax.parallel import exchange
 from lld_jax.protocol import rewards
 from lld_jax.protocol.environment import SearchEnvironment
-from lld_jax.protocol.search import Codec, Trajectory, final_answer, load_template
+from lld_jax.protocol.search import Codec, load_template
 from lld_jax.protocol.stop import stop_table
+from lld_jax.protocol.trajectory import Trajectory, final_answer
 from lld_jax.retrieval.build import open_index
 from lld_jax.retrieval.cache import CachedRetriever
 from lld_jax.rollout import Limits, Sampling, combined, decoding, rollout, tasks_of

@@ -6,7 +6,7 @@ from typing import Any
 
 from lld_jax.agent import Agent, sample
 from lld_jax.data.questions import Question
-from lld_jax.protocol.search import Trajectory
+from lld_jax.protocol.trajectory import Trajectory
 from lld_jax.rollout import Sampling
 
 MODES = {"greedy": 0.0, "sampled": 1.0}

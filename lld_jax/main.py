@@ -36,7 +36,7 @@ from lld_jax.model import hf, sizes
 from lld_jax.parallel import cluster, exchange
 from lld_jax.parallel.exchange import PeerFailed
 from lld_jax.parallel.preemption import Preempted
-from lld_jax.protocol import search
+from lld_jax.protocol import search, trajectory
 from lld_jax.rollout import Sampling
 from lld_jax.run import checkpoint, host, metrics, storage
 from lld_jax.training import update
@@ -126,7 +126,7 @@ def run_ask(agent: Agent, workdir: Path) -> None:
     for span in traj.spans:
         text = search.decode(traj.ids[span.start : span.end], agent.codec.token_bytes)
         print(f"--- {span.kind}\n{text.strip()}")
-    answer = search.final_answer(traj, agent.codec.token_bytes)
+    answer = trajectory.final_answer(traj, agent.codec.token_bytes)
     print(f"--- ended: {traj.reason}, {len(traj.searches)} searches")
     print(f"answer: {answer}" if answer else "no answer")
 

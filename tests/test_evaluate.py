@@ -10,7 +10,7 @@ from lld_jax import evaluate
 from lld_jax.data.questions import Question
 from lld_jax.diagnosis import diagnostics
 from lld_jax.protocol.rewards import exact_match
-from lld_jax.protocol.search import final_answer
+from lld_jax.protocol.trajectory import final_answer
 from lld_jax.rollout import Sampling
 
 

@@ -18,7 +18,7 @@ from lld_jax import losses, model, train
 from lld_jax.config import ConfigError
 from lld_jax.diagnosis import guard
 from lld_jax.model import hf, logprobs
-from lld_jax.protocol.search import from_json
+from lld_jax.protocol.trajectory import from_json
 from lld_jax.run import checkpoint, metrics
 from lld_jax.training import packing, probes, update
 from lld_jax.training.batch import make_batch

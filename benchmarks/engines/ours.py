@@ -24,7 +24,7 @@ from benchmarks.workloads import Script, Work
 from lld_jax import model, parallel
 from lld_jax.model import hf
 from lld_jax.protocol.environment import Reply, Turn
-from lld_jax.protocol.search import Trajectory
+from lld_jax.protocol.trajectory import Trajectory
 from lld_jax.protocol.stop import StopTable
 from lld_jax.rollout import Limits, Sampling, Task, decoding, rollout
 from lld_jax.run.host import keep_freed_memory, peak_memory_gib

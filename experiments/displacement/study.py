@@ -19,7 +19,7 @@ from ml_collections import ConfigDict
 from lld_jax import losses
 from lld_jax.agent import Agent
 from lld_jax.config import ConfigError
-from lld_jax.protocol.search import Trajectory
+from lld_jax.protocol.trajectory import Trajectory
 from lld_jax.training.batch import make_batch
 from lld_jax.training.update import make_functions
 

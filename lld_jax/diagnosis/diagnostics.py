@@ -13,7 +13,7 @@ import numpy as np
 
 from lld_jax.diagnosis import signals
 from lld_jax.losses import LossConfig
-from lld_jax.protocol.search import Trajectory
+from lld_jax.protocol.trajectory import Trajectory
 
 REASONS = ("answered", "turns", "tokens", "context", "invalid", "retriever")
 _COUNTERS = {

@@ -3,6 +3,8 @@
 Grouped heads, float32 scores; new keys and values are written on the way.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
@@ -45,84 +47,11 @@ def cache_attention(
       attention output `[E, N, K, G, H]` and the cache.
     """
 
-    def local(q, k, v, k_cache, v_cache, layer, rows, positions, end):
-        _, C, R, K, S, H = v_cache.shape
-        block = at_once * S
-        # Batch axes first: in another order a CPU has no bfloat16 product.
-        q = jnp.swapaxes(q * H**-0.5, 1, 2)
-        if rows is None:
-            at = jnp.arange(R)
-        else:
-            at = rows = rows - jax.lax.axis_index(layout.batch) * R
-        to, place, every = positions // S, positions % S, slice(None)
-        to = (layer, to, at[:, None], every)
-        to_key = (*to, place) if head_last else (*to, every, place)
-        k_cache = k_cache.at[to_key].set(k, mode="drop")
-        v_cache = v_cache.at[*to, place].set(v, mode="drop")
-
-        def read(cache, first, axis):
-            """The next blocks, joined at `axis`, of all slots or of those in `rows`."""
-
-            def some(row, number):
-                start = (layer, first, row, 0, 0, 0)
-                size = (1, at_once, number, *cache.shape[3:])
-                piece = jax.lax.dynamic_slice(cache, start, size)[0]
-                shape = [number, *cache.shape[3:]]
-                shape[axis] *= at_once
-                return jnp.moveaxis(piece, 0, axis).reshape(shape)
-
-            if rows is None:
-                return some(0, R)
-            if not head_last:
-                return jax.vmap(lambda row: some(row, 1)[0])(rows)
-
-            # A block at a time: for a gather, or for several blocks in one piece, a TPU
-            # would turn the whole cache around first.
-            def blocks(row):
-                size = (1, 1, 1, *cache.shape[3:])
-                starts = [(layer, first + i, row, 0, 0, 0) for i in range(at_once)]
-                each = [jax.lax.dynamic_slice(cache, at, size) for at in starts]
-                return jnp.concatenate([x[0, 0, 0] for x in each], axis=axis - 1)
-
-            return jax.lax.map(blocks, rows)
-
-        def body(i, carry):
-            peak, total, out = carry
-            # The last blocks may be some that were read before: not seen again.
-            first = jnp.minimum(i * at_once, C - at_once)
-            s = first * S + jnp.arange(block)
-            scores = jnp.einsum(
-                "ekngh,eksh->ekngs" if head_last else "ekngh,ekhs->ekngs",
-                q,
-                read(k_cache, first, 2 if head_last else 3),
-                preferred_element_type=jnp.float32,
-            )
-            seen = (s >= i * block) & (s <= positions[:, :, None])
-            seen = seen[:, None, :, None]
-            scores = jnp.where(seen, scores, _MASKED)
-            # Position 0 is seen by all, so the peak is never that of a masked score.
-            top = jnp.maximum(peak, scores.max(-1))
-            shrink = jnp.exp(peak - top)
-            p = jnp.exp(scores - top[..., None])
-            total = total * shrink + p.sum(-1)
-            value = read(v_cache, first, 2)
-            out = out * shrink[..., None] + jnp.einsum(
-                "ekngs,eksh->ekngh",
-                p.astype(value.dtype),
-                value,
-                preferred_element_type=jnp.float32,
-            )
-            return top, total, out
-
-        # Derived from q, so that shard_map knows over which axes the carry varies.
-        zero = q[..., 0].astype(jnp.float32) * 0
-        init = (zero + _MASKED, zero, q.astype(jnp.float32) * 0)
-        _, total, out = jax.lax.fori_loop(0, -(-end // block), body, init)
-        out = jnp.swapaxes(out / total[..., None], 1, 2)
-        return out.astype(q.dtype), k_cache, v_cache
-
     b, h = layout.batch, layout.heads
     kv, cached = P(b, None, h), P(None, None, b, h)
+    local = functools.partial(
+        _local, at_once=at_once, head_last=head_last, batch=layout.batch
+    )
     out, *cache = jax.shard_map(
         local,
         mesh=layout.mesh,
@@ -139,3 +68,106 @@ def cache_attention(
         end,
     )
     return out, tuple(cache)
+
+
+def _local(
+    q, k, v, k_cache, v_cache, layer, rows, positions, end, *, at_once, head_last, batch
+):
+    """Inside a shard_map: `cache_attention` over the slots of one device."""
+    R, H = v_cache.shape[2], v_cache.shape[5]
+    # Batch axes first: in another order a CPU has no bfloat16 product.
+    q = jnp.swapaxes(q * H**-0.5, 1, 2)
+    if rows is None:
+        at = jnp.arange(R)
+    else:
+        at = rows = rows - jax.lax.axis_index(batch) * R
+    k_cache, v_cache = _write(
+        k_cache, v_cache, k, v, layer, at, positions, head_last=head_last
+    )
+    keys, values = (
+        functools.partial(
+            _read, cache, layer, rows, axis=axis, at_once=at_once, head_last=head_last
+        )
+        for cache, axis in ((k_cache, 2 if head_last else 3), (v_cache, 2))
+    )
+    C, S = v_cache.shape[1], v_cache.shape[4]
+    product = "ekngh,eksh->ekngs" if head_last else "ekngh,ekhs->ekngs"
+    out = _attend(q, keys, values, positions, end, (C, S), at_once, product)
+    return jnp.swapaxes(out, 1, 2).astype(q.dtype), k_cache, v_cache
+
+
+def _write(k_cache, v_cache, k, v, layer, at, positions, *, head_last):
+    """The caches with `k` and `v` `[E, N, K, H]` in slots `at` at `positions`."""
+    S = v_cache.shape[4]
+    to, place, every = positions // S, positions % S, slice(None)
+    to = (layer, to, at[:, None], every)
+    to_key = (*to, place) if head_last else (*to, every, place)
+    k_cache = k_cache.at[to_key].set(k, mode="drop")
+    v_cache = v_cache.at[*to, place].set(v, mode="drop")
+    return k_cache, v_cache
+
+
+def _read(cache, layer, rows, first, *, axis, at_once, head_last):
+    """Blocks from `first` on, joined at `axis`, of all slots or of those in `rows`."""
+
+    def some(row, number):
+        start = (layer, first, row, 0, 0, 0)
+        size = (1, at_once, number, *cache.shape[3:])
+        piece = jax.lax.dynamic_slice(cache, start, size)[0]
+        shape = [number, *cache.shape[3:]]
+        shape[axis] *= at_once
+        return jnp.moveaxis(piece, 0, axis).reshape(shape)
+
+    if rows is None:
+        return some(0, cache.shape[2])
+    if not head_last:
+        return jax.vmap(lambda row: some(row, 1)[0])(rows)
+
+    # A block at a time: for a gather, or for several blocks in one piece, a TPU
+    # would turn the whole cache around first.
+    def blocks(row):
+        size = (1, 1, 1, *cache.shape[3:])
+        starts = [(layer, first + i, row, 0, 0, 0) for i in range(at_once)]
+        each = [jax.lax.dynamic_slice(cache, at, size) for at in starts]
+        return jnp.concatenate([x[0, 0, 0] for x in each], axis=axis - 1)
+
+    return jax.lax.map(blocks, rows)
+
+
+def _attend(q, keys, values, positions, end, blocks, at_once, product):
+    """The running softmax: `q` `[E, K, N, G, H]` -> float32 of the same shape.
+
+    `keys(first)` and `values(first)` read `at_once` of `blocks`: how many, and of how
+    many positions each.
+    """
+    C, S = blocks
+    block = at_once * S
+
+    def body(i, carry):
+        peak, total, out = carry
+        # The last blocks may be some that were read before: not seen again.
+        first = jnp.minimum(i * at_once, C - at_once)
+        s = first * S + jnp.arange(block)
+        scores = jnp.einsum(product, q, keys(first), preferred_element_type=jnp.float32)
+        seen = (s >= i * block) & (s <= positions[:, :, None])
+        seen = seen[:, None, :, None]
+        scores = jnp.where(seen, scores, _MASKED)
+        # Position 0 is seen by all, so the peak is never that of a masked score.
+        top = jnp.maximum(peak, scores.max(-1))
+        shrink = jnp.exp(peak - top)
+        p = jnp.exp(scores - top[..., None])
+        total = total * shrink + p.sum(-1)
+        value = values(first)
+        out = out * shrink[..., None] + jnp.einsum(
+            "ekngs,eksh->ekngh",
+            p.astype(value.dtype),
+            value,
+            preferred_element_type=jnp.float32,
+        )
+        return top, total, out
+
+    # Derived from q, so that shard_map knows over which axes the carry varies.
+    zero = q[..., 0].astype(jnp.float32) * 0
+    init = (zero + _MASKED, zero, q.astype(jnp.float32) * 0)
+    _, total, out = jax.lax.fori_loop(0, -(-end // block), body, init)
+    return out / total[..., None]

@@ -203,68 +203,18 @@ def _masked(one: Callable[..., Any], chunk: int, layout: Layout) -> Callable[...
     backward pass is written down: the same loop, with each chunk's logits once more.
     """
 
-    def plan(ids, mask):
-        """How many positions this device needs; `part(i)`: some, and their targets."""
-        N = ids.size
-        target = jnp.roll(ids, -1, axis=1).reshape(N)
-        needed = jnp.pad(mask[:, 1:] != 0, ((0, 0), (0, 1))).reshape(N)
-        order = jnp.argsort(~needed, stable=True)
-        # N is no position: reads 0 there, and writes nothing.
-        order = jnp.where(jnp.arange(N) < needed.sum(), order, N)
-        order = jnp.pad(order, (0, -N % chunk), constant_values=N)
-
-        def part(i):
-            at = jax.lax.dynamic_slice_in_dim(order, i * chunk, chunk)
-            return at, target.at[at].get(mode="fill", fill_value=0)
-
-        return needed.sum(), part
-
-    def zeros(shape, axes, dtype=jnp.float32):
-        return jax.lax.pcast(jnp.zeros(shape, dtype), axes, to="varying")
-
-    def forward(head, hidden, ids, mask):
-        needed, part = plan(ids, mask)
-        flat = hidden.reshape(ids.size, -1)
-        # With a hidden state beside it, only so that it comes after the layers: CPU
-        # devices that begin independent collectives in different orders (this one, and
-        # the gathering of weights) wait for each other for ever.
-        pair = jnp.stack([-(-needed // chunk), flat[0, 0]], dtype=jnp.float32)
-        pieces = jax.lax.pmax(pair, layout.batch)[0].astype(jnp.int32)
-
-        def body(i, out):
-            at, target = part(i)
-            states = flat.at[at].get(mode="fill", fill_value=0)
-            return out.at[:, at].set(jnp.stack(one(head, states, target)), mode="drop")
-
-        out = zeros((2, ids.size), layout.batch)
-        out = jax.lax.fori_loop(0, pieces, body, out).reshape(2, *ids.shape)
-        return *jnp.pad(out[..., :-1], ((0, 0), (0, 0), (1, 0))), pieces
-
-    def backward(head, hidden, ids, mask, pieces, d_logps, d_entropy):
-        _, part = plan(ids, mask)
-        flat = hidden.reshape(ids.size, -1)
-        d_out = jnp.stack([d_logps, d_entropy])[..., 1:]
-        d_out = jnp.pad(d_out, ((0, 0), (0, 0), (0, 1))).reshape(2, ids.size)
-
-        def body(i, carry):
-            d_head, d_flat = carry
-            at, target = part(i)
-            states = flat.at[at].get(mode="fill", fill_value=0)
-            _, back = jax.vjp(lambda h, x: one(h, x, target), head, states)
-            more, d_states = back(tuple(d_out.at[:, at].get(mode="fill", fill_value=0)))
-            return d_head + more, d_flat.at[at].set(d_states, mode="drop")
-
-        d_flat = zeros(flat.shape, layout.batch, flat.dtype)
-        init = zeros(head.shape, layout.vocab), d_flat
-        d_head, d_flat = jax.lax.fori_loop(0, pieces, body, init)
-        return d_head.astype(head.dtype), d_flat.reshape(hidden.shape)
-
     rows, vocab = P(layout.batch), P(layout.vocab, None)
     sharded = functools.partial(jax.shard_map, mesh=layout.mesh)
     arrays = vocab, rows, rows, rows
-    forward = sharded(forward, in_specs=arrays, out_specs=(rows, rows, P()))
+    forward = sharded(
+        functools.partial(_forward, one, chunk, layout),
+        in_specs=arrays,
+        out_specs=(rows, rows, P()),
+    )
     backward = sharded(
-        backward, in_specs=(*arrays, P(), rows, rows), out_specs=(vocab, rows)
+        functools.partial(_backward, one, chunk, layout),
+        in_specs=(*arrays, P(), rows, rows),
+        out_specs=(vocab, rows),
     )
     f = jax.custom_vjp(lambda *args: forward(*args)[:2])
 
@@ -274,3 +224,65 @@ def _masked(one: Callable[..., Any], chunk: int, layout: Layout) -> Callable[...
 
     f.defvjp(keep, lambda kept, d_out: (*backward(*kept, *d_out), None, None))
     return f
+
+
+def _plan(chunk, ids, mask):
+    """How many positions this device needs; `part(i)`: some, and their targets."""
+    N = ids.size
+    target = jnp.roll(ids, -1, axis=1).reshape(N)
+    needed = jnp.pad(mask[:, 1:] != 0, ((0, 0), (0, 1))).reshape(N)
+    order = jnp.argsort(~needed, stable=True)
+    # N is no position: reads 0 there, and writes nothing.
+    order = jnp.where(jnp.arange(N) < needed.sum(), order, N)
+    order = jnp.pad(order, (0, -N % chunk), constant_values=N)
+
+    def part(i):
+        at = jax.lax.dynamic_slice_in_dim(order, i * chunk, chunk)
+        return at, target.at[at].get(mode="fill", fill_value=0)
+
+    return needed.sum(), part
+
+
+def _zeros(shape, axes, dtype=jnp.float32):
+    return jax.lax.pcast(jnp.zeros(shape, dtype), axes, to="varying")
+
+
+def _forward(one, chunk, layout, head, hidden, ids, mask):
+    """Inside a shard_map: logps and entropy `[B, T]`, and how many chunks it took."""
+    needed, part = _plan(chunk, ids, mask)
+    flat = hidden.reshape(ids.size, -1)
+    # With a hidden state beside it, only so that it comes after the layers: CPU
+    # devices that begin independent collectives in different orders (this one, and
+    # the gathering of weights) wait for each other for ever.
+    pair = jnp.stack([-(-needed // chunk), flat[0, 0]], dtype=jnp.float32)
+    pieces = jax.lax.pmax(pair, layout.batch)[0].astype(jnp.int32)
+
+    def body(i, out):
+        at, target = part(i)
+        states = flat.at[at].get(mode="fill", fill_value=0)
+        return out.at[:, at].set(jnp.stack(one(head, states, target)), mode="drop")
+
+    out = _zeros((2, ids.size), layout.batch)
+    out = jax.lax.fori_loop(0, pieces, body, out).reshape(2, *ids.shape)
+    return *jnp.pad(out[..., :-1], ((0, 0), (0, 0), (1, 0))), pieces
+
+
+def _backward(one, chunk, layout, head, hidden, ids, mask, pieces, d_logps, d_entropy):
+    """Inside a shard_map: the derivatives by `head` and by `hidden`."""
+    _, part = _plan(chunk, ids, mask)
+    flat = hidden.reshape(ids.size, -1)
+    d_out = jnp.stack([d_logps, d_entropy])[..., 1:]
+    d_out = jnp.pad(d_out, ((0, 0), (0, 0), (0, 1))).reshape(2, ids.size)
+
+    def body(i, carry):
+        d_head, d_flat = carry
+        at, target = part(i)
+        states = flat.at[at].get(mode="fill", fill_value=0)
+        _, back = jax.vjp(lambda h, x: one(h, x, target), head, states)
+        more, d_states = back(tuple(d_out.at[:, at].get(mode="fill", fill_value=0)))
+        return d_head + more, d_flat.at[at].set(d_states, mode="drop")
+
+    d_flat = _zeros(flat.shape, layout.batch, flat.dtype)
+    init = _zeros(head.shape, layout.vocab), d_flat
+    d_head, d_flat = jax.lax.fori_loop(0, pieces, body, init)
+    return d_head.astype(head.dtype), d_flat.reshape(hidden.shape)

@@ -121,6 +121,23 @@ def load_codec(folder: str | Path) -> Codec:
     backend.no_padding()
     spec = json.loads(backend.to_str())
 
+    ends, pad = _ends_and_pad(folder, tokenizer)
+    token_bytes = _token_bytes(spec, folder)
+    _check_ids(folder, ends, pad, len(token_bytes))
+    plain = tokenizers.Tokenizer.from_str(json.dumps(_without_added(spec)))
+    first, left, right, last = _around_message(folder, tokenizer, spec)
+
+    def encode(text: str) -> list[int]:
+        return plain.encode(text, add_special_tokens=False).ids
+
+    def chat(message: str) -> list[int]:
+        return [*first, *encode(left + message + right), *last]
+
+    return Codec(encode, chat, token_bytes, end_ids=ends, pad_id=pad)
+
+
+def _ends_and_pad(folder: Path, tokenizer: Any) -> tuple[frozenset[int], int]:
+    """The ids that end a sequence, and the one that fills up rows."""
     ends = end_ids(folder, tokenizer.eos_token_id)
     if not ends:
         raise ValueError(
@@ -132,24 +149,31 @@ def load_codec(folder: str | Path) -> Codec:
         pad = read_json(folder / "config.json").get("pad_token_id")
     if pad is None:
         pad = min(ends)  # as Qwen2.5 base models do; masks never look at it
-    token_bytes = _token_bytes(spec, folder)
-    vocab = read_json(folder / "config.json").get("vocab_size", len(token_bytes))
-    if len(token_bytes) > vocab:
+    return ends, pad
+
+
+def _check_ids(folder: Path, ends: frozenset[int], pad: int, known: int) -> None:
+    """The model has a row for each of the `known` ids, and special ids are of them."""
+    vocab = read_json(folder / "config.json").get("vocab_size", known)
+    if known > vocab:
         raise ValueError(
-            f"{folder}: vocab_size={vocab}; legal: at least the tokenizer's "
-            f"{len(token_bytes)} ids"
+            f"{folder}: vocab_size={vocab}; legal: at least the tokenizer's {known} ids"
         )
-    if max(ends | {pad}) >= len(token_bytes):
+    if max(ends | {pad}) >= known:
         raise ValueError(
             f"{folder}: eos_token_id={sorted(ends)}, pad_token_id={pad}; "
-            f"legal: below the tokenizer's {len(token_bytes)} ids"
+            f"legal: below the tokenizer's {known} ids"
         )
 
-    plain = tokenizers.Tokenizer.from_str(json.dumps(_without_added(spec)))
 
-    def encode(text: str) -> list[int]:
-        return plain.encode(text, add_special_tokens=False).ids
+def _around_message(
+    folder: Path, tokenizer: Any, spec: Mapping[str, Any]
+) -> tuple[list[int], str, str, list[int]]:
+    """What the chat template puts around a message: ids, text, (message,) text, ids.
 
+    Text between the message and the nearest added token on either side is encoded
+    together with the message, since merges run across that seam.
+    """
     rendered = tokenizer.apply_chat_template(
         [{"role": "user", "content": _SENTINEL}],
         chat_template=tokenizer.chat_template or CHATML,
@@ -163,19 +187,13 @@ def load_codec(folder: str | Path) -> Codec:
         )
     before, after = rendered.split(_SENTINEL)
     added = {token["id"] for token in spec["added_tokens"]}
-    # Text between the message and the nearest added token on either side is encoded
-    # together with the message, since merges run across that seam.
+    backend = tokenizer.backend_tokenizer
     head = backend.encode(before, add_special_tokens=False)
     tail = backend.encode(after, add_special_tokens=False)
     cut = max((i + 1 for i, t in enumerate(head.ids) if t in added), default=0)
     stop = min((i for i, t in enumerate(tail.ids) if t in added), default=None)
     left = before[head.offsets[cut - 1][1] :] if cut else before
     right = after if stop is None else after[: tail.offsets[stop][0]]
-    first, last = head.ids[:cut], [] if stop is None else tail.ids[stop:]
     if not tokenizer.chat_template and not cut:
         raise ValueError(f"{folder}: no chat template, and no <|im_start|> for ChatML")
-
-    def chat(message: str) -> list[int]:
-        return [*first, *encode(left + message + right), *last]
-
-    return Codec(encode, chat, token_bytes, end_ids=ends, pad_id=pad)
+    return head.ids[:cut], left, right, [] if stop is None else tail.ids[stop:]

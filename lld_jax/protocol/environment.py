@@ -16,7 +16,6 @@ from lld_jax.protocol.search import (
     Passage,
     RetrievalError,
     Retriever,
-    Search,
     check_budgets,
     clean_text,
     closing_tag,
@@ -26,6 +25,7 @@ from lld_jax.protocol.search import (
     parse_action,
     prompt_ids,
 )
+from lld_jax.protocol.trajectory import Search
 
 
 @dataclass(frozen=True)

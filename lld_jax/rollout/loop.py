@@ -19,7 +19,7 @@ import numpy as np
 
 from lld_jax.protocol import ask
 from lld_jax.protocol.environment import Environment, Turn
-from lld_jax.protocol.search import (
+from lld_jax.protocol.trajectory import (
     Trajectory,
     append_action,
     append_observation,

@@ -6,6 +6,7 @@ leave out is what lies below a floor, one a row, that is searched for digit by d
 Axis letters: R slots, D width, V vocab; a device's share of V in N blocks of B entries.
 """
 
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -47,67 +48,11 @@ def sample(
       tokens `[R]` int32 and their logps `[R]` float32 in the distribution that they
       were drawn from (greedy: in the whole one, at temperature 1).
     """
-    axes = layout.vocab
-
-    def local(hidden, head, uniform, temperature, top_p, top_k):
-        drawing = temperature > 0
-        # The vocabulary first: for few slots a CPU does this product in half the time.
-        logits, offset = local_logits(
-            hidden,
-            head,
-            axes,
-            temperature=jnp.where(drawing, temperature, 1.0),
-            valid_vocab=valid_vocab,
-            vocab_first=True,
-        )
-        pad = -logits.shape[0] % _BLOCK
-        logits = jnp.pad(logits, ((0, pad), (0, 0)), constant_values=-jnp.inf)
-        logits = logits.reshape(-1, _BLOCK, logits.shape[1])
-        # Computed once: the floor is one of these very numbers.
-        logits = jax.lax.optimization_barrier(logits)
-        tops = logits.max(1)
-        best = jax.lax.all_gather(tops.max(0), axes)
-        peak = best.max(0)
-        floor = _floor(
-            logits,
-            peak,
-            jnp.where(drawing, top_p, 1.0),
-            jnp.where(drawing, top_k, 0),
-            axes,
-        )
-        p = _weights(logits, peak, floor)
-
-        # Inverse CDF in three levels: device, block, entry.
-        sums = p.sum(1).T
-        mass = jax.lax.all_gather(sums.sum(-1), axes, axis=1)
-        total = mass.sum(-1)
-        target = uniform * total
-        owner, before = _find(mass, target)
-        owner = jnp.where(drawing, owner, best.argmax(0))
-        target = target - before
-        n, before = _find(sums, target)
-        n = jnp.where(drawing, n, tops.argmax(0))
-        logits = jnp.take_along_axis(logits, n[None, None], 0)[0].T
-        p = jnp.take_along_axis(p, n[None, None], 0)[0].T
-        beyond = (jnp.cumsum(p, -1) > (target - before)[:, None]) & (p > 0)
-        # Rounding can leave no entry beyond it: then the likeliest of the block.
-        entry = jnp.where(beyond.any(-1), beyond.argmax(-1), p.argmax(-1))
-        entry = jnp.where(drawing, entry, logits.argmax(-1))
-
-        token = (offset + n * _BLOCK + entry).astype(jnp.int32)
-        # NaN, too, must give an id that the vocabulary has.
-        token = jnp.minimum(token, valid_vocab - 1)
-        logit = jnp.take_along_axis(logits, entry[:, None], -1)[:, 0]
-        logp = logit - peak - jnp.log(total)
-        mine = owner == jax.lax.axis_index(axes)
-        out = jnp.where(mine, token, 0), jnp.where(mine, logp, 0.0)
-        return jax.lax.psum(out, axes)
-
     slots, scalar = P(layout.batch), P()
     return jax.shard_map(
-        local,
+        functools.partial(_local, layout.vocab, valid_vocab),
         mesh=layout.mesh,
-        in_specs=(slots, P(axes, None), slots, scalar, scalar, scalar),
+        in_specs=(slots, P(layout.vocab, None), slots, scalar, scalar, scalar),
         out_specs=(slots, slots),
     )(hidden_RxD, head_VxD, uniform_R, temperature, top_p, top_k)
 
@@ -131,6 +76,75 @@ def uniforms(
         return jax.random.uniform(key)
 
     return jax.vmap(one)(draw_R, sample_R, position_R)
+
+
+def _local(axes, valid_vocab, hidden, head, uniform, temperature, top_p, top_k):
+    """Inside a shard_map: tokens `[R]` and logps `[R]`, the same on all of `axes`."""
+    drawing = temperature > 0
+    logits, offset = _blocks(
+        hidden, head, axes, jnp.where(drawing, temperature, 1.0), valid_vocab
+    )
+    tops = logits.max(1)
+    best = jax.lax.all_gather(tops.max(0), axes)
+    peak = best.max(0)
+    floor = _floor(
+        logits,
+        peak,
+        jnp.where(drawing, top_p, 1.0),
+        jnp.where(drawing, top_k, 0),
+        axes,
+    )
+    p = _weights(logits, peak, floor)
+
+    # Inverse CDF in three levels: device, block, entry.
+    sums = p.sum(1).T
+    mass = jax.lax.all_gather(sums.sum(-1), axes, axis=1)
+    total = mass.sum(-1)
+    target = uniform * total
+    owner, before = _find(mass, target)
+    owner = jnp.where(drawing, owner, best.argmax(0))
+    target = target - before
+    n, before = _find(sums, target)
+    n = jnp.where(drawing, n, tops.argmax(0))
+    logits = jnp.take_along_axis(logits, n[None, None], 0)[0].T
+    p = jnp.take_along_axis(p, n[None, None], 0)[0].T
+    beyond = (jnp.cumsum(p, -1) > (target - before)[:, None]) & (p > 0)
+    # Rounding can leave no entry beyond it: then the likeliest of the block.
+    entry = jnp.where(beyond.any(-1), beyond.argmax(-1), p.argmax(-1))
+    entry = jnp.where(drawing, entry, logits.argmax(-1))
+
+    token = (offset + n * _BLOCK + entry).astype(jnp.int32)
+    # NaN, too, must give an id that the vocabulary has.
+    token = jnp.minimum(token, valid_vocab - 1)
+    logit = jnp.take_along_axis(logits, entry[:, None], -1)[:, 0]
+    logp = logit - peak - jnp.log(total)
+    mine = owner == jax.lax.axis_index(axes)
+    out = jnp.where(mine, token, 0), jnp.where(mine, logp, 0.0)
+    return jax.lax.psum(out, axes)
+
+
+def _blocks(
+    hidden: jax.Array,
+    head: jax.Array,
+    axes: Sequence[str],
+    temperature: jax.Array,
+    valid_vocab: int,
+) -> tuple[jax.Array, jax.Array]:
+    """This device's logits `[N, B, R]`, filled up with -inf, and its first id."""
+    # The vocabulary first: for few slots a CPU does this product in half the time.
+    logits, offset = local_logits(
+        hidden,
+        head,
+        axes,
+        temperature=temperature,
+        valid_vocab=valid_vocab,
+        vocab_first=True,
+    )
+    pad = -logits.shape[0] % _BLOCK
+    logits = jnp.pad(logits, ((0, pad), (0, 0)), constant_values=-jnp.inf)
+    logits = logits.reshape(-1, _BLOCK, logits.shape[1])
+    # Computed once: the floor is one of these very numbers.
+    return jax.lax.optimization_barrier(logits), offset
 
 
 def _weights(logits: jax.Array, peak: jax.Array, floor: jax.Array) -> jax.Array:

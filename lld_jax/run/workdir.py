@@ -21,7 +21,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from lld_jax import config as config_lib
-from lld_jax.protocol.search import Trajectory, to_json
+from lld_jax.protocol.trajectory import Trajectory, to_json
 from lld_jax.run import host, storage
 
 

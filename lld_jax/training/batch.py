@@ -6,7 +6,7 @@ from statistics import fmean
 import numpy as np
 
 from lld_jax.losses import group_advantages
-from lld_jax.protocol.search import Trajectory, answer_mask
+from lld_jax.protocol.trajectory import Trajectory, answer_mask
 
 
 def pack(

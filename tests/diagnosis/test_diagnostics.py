@@ -9,7 +9,11 @@ from hypothesis import strategies as st
 
 from lld_jax.diagnosis import diagnostics
 from lld_jax.losses import LossConfig
-from lld_jax.protocol.search import append_action, append_observation, new_trajectory
+from lld_jax.protocol.trajectory import (
+    append_action,
+    append_observation,
+    new_trajectory,
+)
 
 STATS = {
     "decoded": 30,

@@ -15,7 +15,7 @@ import tiny
 from experiments.displacement import __main__ as command
 from experiments.displacement import plot, study, table
 from lld_jax.config import ConfigError
-from lld_jax.protocol.search import new_trajectory
+from lld_jax.protocol.trajectory import new_trajectory
 from lld_jax.training import update
 from lld_jax.training.batch import make_batch
 

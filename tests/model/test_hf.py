@@ -340,7 +340,7 @@ SHARDED = """
 import sys
 import jax, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
-from lld_jax.model import hf
+from lld_jax.model import hf, tensors
 
 assert jax.device_count() == 8
 mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"),
@@ -368,12 +368,14 @@ class Counting:
         block = self.inner[index]
         counts[self.name] = counts.get(self.name, 0) + block.size
         return block
-original = hf._open
-hf._open = lambda *args: {k: Counting(k, v) for k, v in original(*args).items()}
+original = tensors.open_slices
+tensors.open_slices = lambda *args: {
+    k: Counting(k, v) for k, v in original(*args).items()
+}
 params = hf.load(folder, config, shardings)
 sizes = {k: int(np.prod(s)) for k, s in hf.tensor_shapes(config).items()}
 assert counts == sizes, "every element is read once, replicas included"
-hf._open = original
+tensors.open_slices = original
 
 for (path, a), b, s in zip(jax.tree_util.tree_leaves_with_path(params),
                            jax.tree.leaves(whole), jax.tree.leaves(shardings)):

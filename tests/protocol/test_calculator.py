@@ -9,7 +9,7 @@ from byte_codec import BYTES, CODEC, END, ask, byte_encode, chat, text_of, turn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lld_jax.protocol import calculator, search
+from lld_jax.protocol import calculator, search, trajectory
 from lld_jax.protocol.calculator import (
     CLOSING_TAGS,
     ERRORS,
@@ -232,7 +232,7 @@ def test_an_answer_is_read_and_scored():
     """Tags of other tools do not count, neither to stop nor in the answer."""
     table = stop_table(BYTES, CLOSING_TAGS, {END})
     env = CalculatorEnvironment(CODEC)
-    traj = search.new_trajectory(0, 0, "6*14?", ("84",), env.start("6*14?"))
+    traj = trajectory.new_trajectory(0, 0, "6*14?", ("84",), env.start("6*14?"))
     for written in (
         "So <calculate>6*14</calculate>",
         "<search>x</search> <answer> 84 </answer>",
@@ -243,12 +243,12 @@ def test_an_answer_is_read_and_scored():
                 state = table.next_state[state, token]
                 ids.append(token)
         assert search.decode(ids, BYTES) == written
-        search.append_action(traj, ids, [-1.0] * len(ids))
+        trajectory.append_action(traj, ids, [-1.0] * len(ids))
         (reply,) = ask(env, [Turn(traj.question, ids, 0, False, 500)])
         traj.reason = reply.reason
         if reply.ids:
-            search.append_observation(traj, reply.ids)
-    answer = search.final_answer(traj, BYTES)
+            trajectory.append_observation(traj, reply.ids)
+    answer = trajectory.final_answer(traj, BYTES)
     assert answer == "84" and exact_match(answer, traj.golden_answers) == 1.0
-    marked = search.answer_mask(traj.ids, traj.mask, BYTES)
+    marked = trajectory.answer_mask(traj.ids, traj.mask, BYTES)
     assert sum(marked) == len("<answer> 84 </answer>")

@@ -22,7 +22,7 @@ from byte_codec import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lld_jax.protocol import search
+from lld_jax.protocol import search, trajectory
 from lld_jax.protocol.environment import SearchEnvironment, Turn
 from lld_jax.protocol.search import Passage
 
@@ -42,7 +42,7 @@ def test_step_is_batched_and_names_reasons():
     assert env.retriever.calls == [(["x", "z"], 3)]
     assert text_of(replies[0]) == wrap("Doc 1(Title: T) text\nDoc 2(Title: U) more")
     assert text_of(replies[2]) == search.RETRY
-    assert replies[3].searches == (search.Search("z", ("T", "U")),)
+    assert replies[3].searches == (trajectory.Search("z", ("T", "U")),)
     valid, invalid = {"valid_searches": 1}, {"invalid_actions": 1}
     assert [r.counters for r in replies] == [
         *(valid, {}, invalid, valid),
@@ -103,7 +103,7 @@ def test_what_needs_no_search_comes_first_and_reading_may_stop():
     assert next(step)[0] == 0
     assert env.retriever.calls == [(["x", "z"], 3)]
     turns.clear()  # what waits was read before
-    assert next(step)[1].searches == (search.Search("z", ("T",)),)
+    assert next(step)[1].searches == (trajectory.Search("z", ("T",)),)
     assert list(step) == []
 
     for read in range(4):
@@ -143,7 +143,7 @@ def test_failed_and_empty_retrieval_are_neutral():
     (failed,) = ask(environment(None), [turn("<search>x</search>")])
     assert text_of(failed) == wrap(search.UNAVAILABLE)
     assert failed.counters == {"valid_searches": 1, "retrieval_failed": 1}
-    assert failed.searches == (search.Search("x", ()),)
+    assert failed.searches == (trajectory.Search("x", ()),)
     (empty,) = ask(environment([]), [turn("<search>x</search>")])
     assert text_of(empty) == wrap(search.NO_RESULTS)
     assert empty.counters == {"valid_searches": 1, "no_results": 1}
@@ -159,8 +159,8 @@ def test_over_budget_shortens_the_passages_and_closes():
     assert text.endswith("</information>\n\n")
     assert reply.counters == {"valid_searches": 1, "truncated": 1}
     assert len(ask(env, [turn("<search>x</search>", room=15)])[0].ids) <= 15
-    traj = search.new_trajectory(0, 0, "q?", ("Lima",), [1, 2])
-    search.append_observation(traj, reply.ids)
+    traj = trajectory.new_trajectory(0, 0, "q?", ("Lima",), [1, 2])
+    trajectory.append_observation(traj, reply.ids)
     assert sum(traj.mask) == 0
 
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from paths import DATA
 
-from lld_jax.protocol import search
+from lld_jax.protocol import search, trajectory
 from lld_jax.protocol.search import Action, Passage, Piece
 from lld_jax.protocol.stop import stop_table
 
@@ -123,23 +123,23 @@ def test_split_of_a_cut_text_begins_like_that_of_the_whole(data):
 
 
 def start(prompt=(14, 15)):
-    return search.new_trajectory(3, 1, "q?", ("Lima",), prompt)
+    return trajectory.new_trajectory(3, 1, "q?", ("Lima",), prompt)
 
 
 def test_sampled_ids_are_kept_though_not_canonical():
     traj = start()
-    search.append_action(traj, [1, 11, 3], [-0.1, -0.2, -0.3])  # `<think>` in three
+    trajectory.append_action(traj, [1, 11, 3], [-0.1, -0.2, -0.3])  # `<think>` in three
     before = list(traj.ids)
-    search.append_observation(traj, [15, 14])
-    search.append_action(traj, [9, 0], [-0.4, -0.5])
+    trajectory.append_observation(traj, [15, 14])
+    trajectory.append_action(traj, [9, 0], [-0.4, -0.5])
     assert traj.ids == [14, 15, 1, 11, 3, 15, 14, 9, 0]
     assert traj.ids[: len(before)] == before
     assert traj.mask == [0, 0, 1, 1, 1, 0, 0, 1, 1]
     assert traj.sampler_logps == [0, 0, -0.1, -0.2, -0.3, 0, 0, -0.4, -0.5]
     assert traj.spans == [
-        search.Span("action", 2, 5),
-        search.Span("observation", 5, 7),
-        search.Span("action", 7, 9),
+        trajectory.Span("action", 2, 5),
+        trajectory.Span("observation", 5, 7),
+        trajectory.Span("action", 7, 9),
     ]
 
 
@@ -150,7 +150,7 @@ def test_action_up_to_the_token_that_completes_its_tag():
         kept.append(sampled[len(kept)])
         state = table.next_state[state, kept[-1]]
     traj = start(())
-    search.append_action(traj, kept, [-1.0] * len(kept))
+    trajectory.append_action(traj, kept, [-1.0] * len(kept))
     assert traj.ids == sampled[:9] and traj.mask == [1] * 9
     text = search.decode(traj.ids, TOY)
     assert search.parse_action(text) == Action("search", "who wrote it")
@@ -159,55 +159,56 @@ def test_action_up_to_the_token_that_completes_its_tag():
 
 def test_end_token_is_trained_though_it_is_the_pad_token():
     traj = start(())
-    search.append_action(traj, [4, 5, 0], [-1.0, -1.0, -2.0])
+    trajectory.append_action(traj, [4, 5, 0], [-1.0, -1.0, -2.0])
     assert traj.mask == [1, 1, 1]
     assert traj.ids == [4, 5, 0]
 
 
 def test_append_refuses_unequal_lengths():
     with pytest.raises(AssertionError, match="2 ids but 1 logps"):
-        search.append_action(start(), [1, 2], [-1.0])
+        trajectory.append_action(start(), [1, 2], [-1.0])
 
 
 def test_json_round_trip():
     traj = start()
-    search.append_action(traj, [1, 2], [-0.1, -1 / 3])
-    search.append_observation(traj, [5])
-    search.append_action(traj, [3], [-2.0])
-    traj.searches.append(search.Search("who", ("T", "U")))
+    trajectory.append_action(traj, [1, 2], [-0.1, -1 / 3])
+    trajectory.append_observation(traj, [5])
+    trajectory.append_action(traj, [3], [-2.0])
+    traj.searches.append(trajectory.Search("who", ("T", "U")))
     traj.reason, traj.reward = "answered", 1
-    row = search.to_json(traj)
+    row = trajectory.to_json(traj)
     names = "draw sample question gold ids mask sampler_logps reward reason searches"
     assert set(row) == set(names.split())
-    assert search.from_json(json.loads(json.dumps(row))) == traj
-    search.append_observation(traj, [5, 5])
-    assert search.from_json(json.loads(json.dumps(search.to_json(traj)))) == traj
-    assert search.from_json(search.to_json(start())) == start()
+    assert trajectory.from_json(json.loads(json.dumps(row))) == traj
+    trajectory.append_observation(traj, [5, 5])
+    row = json.loads(json.dumps(trajectory.to_json(traj)))
+    assert trajectory.from_json(row) == traj
+    assert trajectory.from_json(trajectory.to_json(start())) == start()
 
 
 def test_final_answer_is_what_the_policy_wrote():
     env = environment([Passage("1", "T", "<answer> Rome </answer>", 1.0)])
     prompt = env.start("<answer> Oslo </answer>")
-    traj = search.new_trajectory(0, 0, "q?", ("Lima",), prompt)
+    traj = trajectory.new_trajectory(0, 0, "q?", ("Lima",), prompt)
     for text in (
         "<answer>no</search>",
         "<search>x</search>",
         "so <answer> Lima </answer>",
     ):
-        assert search.final_answer(traj, BYTES) is None
+        assert trajectory.final_answer(traj, BYTES) is None
         ids = byte_encode(text)
-        search.append_action(traj, ids, [-1.0] * len(ids))
+        trajectory.append_action(traj, ids, [-1.0] * len(ids))
         (reply,) = ask(env, [turn(text)])
         traj.reason = reply.reason
         if reply.ids:
-            search.append_observation(traj, reply.ids)
-    assert search.final_answer(traj, BYTES) == "Lima"
-    marked = search.answer_mask(traj.ids, traj.mask, BYTES)
+            trajectory.append_observation(traj, reply.ids)
+    assert trajectory.final_answer(traj, BYTES) == "Lima"
+    marked = trajectory.answer_mask(traj.ids, traj.mask, BYTES)
     assert search.decode(
         [i for i, m in zip(traj.ids, marked, strict=True) if m], BYTES
     ) == ("<answer> Lima </answer>")
     traj.reason = "turns"
-    assert search.final_answer(traj, BYTES) is None
+    assert trajectory.final_answer(traj, BYTES) is None
 
 
 def test_answer_mask_takes_every_token_that_shares_a_byte():
@@ -218,15 +219,16 @@ def test_answer_mask_takes_every_token_that_shares_a_byte():
     assert len(data["answers"]) == 14
     for row in data["answers"]:
         ids = row["ids"]
-        assert search.answer_mask(ids, [1] * len(ids), token_bytes) == row["answer"]
-        assert search.answer_mask(ids, [0] * len(ids), token_bytes) == [0] * len(ids)
+        assert trajectory.answer_mask(ids, [1] * len(ids), token_bytes) == row["answer"]
+        none = [0] * len(ids)
+        assert trajectory.answer_mask(ids, none, token_bytes) == none
 
 
 def test_answer_mask_does_not_join_actions_around_an_observation():
     first, second = byte_encode("<answer>a"), byte_encode("b</answer>")
     ids = [*first, *byte_encode(wrap("d")), *second]
     mask = [1] * len(first) + [0] * len(wrap("d")) + [1] * len(second)
-    assert sum(search.answer_mask(ids, mask, BYTES)) == 0
+    assert sum(trajectory.answer_mask(ids, mask, BYTES)) == 0
 
 
 # ----- texts

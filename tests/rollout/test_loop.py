@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from slow import Slow
 
 from lld_jax.data.questions import Question
-from lld_jax.protocol import calculator, search
+from lld_jax.protocol import calculator, search, trajectory
 from lld_jax.protocol.environment import Reply, SearchEnvironment
 from lld_jax.protocol.search import Passage, RetrievalError
 from lld_jax.protocol.stop import stop_table
@@ -272,7 +272,7 @@ def test_an_action_ends_inside_the_token_that_closes_it():
     programs, _ = scripted({(0, 0): [action + tokens("more")]})
     (traj,), _ = play(programs, tasks("who?"))
     assert traj.ids[traj.prompt_length :] == action
-    assert search.final_answer(traj, TOKEN_BYTES) == "x"
+    assert trajectory.final_answer(traj, TOKEN_BYTES) == "x"
 
 
 def test_room_shrinks_the_observation_and_then_ends_the_trajectory():
@@ -372,7 +372,8 @@ def test_the_engine_serves_other_tools():
         for traj in (right, other)
     ]
     assert texts[0][1] == "\n\n<result>42</result>\n\n"
-    assert (right.reason, search.final_answer(right, TOKEN_BYTES)) == ("answered", "42")
+    answer = trajectory.final_answer(right, TOKEN_BYTES)
+    assert (right.reason, answer) == ("answered", "42")
     assert texts[1][0].endswith("</search>\n\n<calculate>6*7</calculate>")
     assert "division by zero" in texts[1][3]
     assert other.reason == "invalid" and other.counters["calculations"] == 2

@@ -8,7 +8,7 @@ import pytest
 
 from lld_jax import config as config_lib
 from lld_jax.config import ConfigError
-from lld_jax.protocol.search import (
+from lld_jax.protocol.trajectory import (
     Search,
     append_action,
     append_observation,

@@ -3,7 +3,11 @@
 import numpy as np
 import pytest
 
-from lld_jax.protocol.search import append_action, append_observation, new_trajectory
+from lld_jax.protocol.trajectory import (
+    append_action,
+    append_observation,
+    new_trajectory,
+)
 from lld_jax.training.batch import make_batch, pack
 
 TOKEN_BYTES = (b"", b"a", b"<answer>", b"x", b"</answer>", b"<end>")
