@@ -17,11 +17,12 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
+import lld_jax
 from experiments.warm_start import make
 from lld_jax.data import world
 from lld_jax.model import hf
 
-SOURCE = Path(hf.__file__).parent / "assets" / "tiny_qwen2.5"
+SOURCE = Path(lld_jax.__file__).parent / "assets" / "tiny_qwen2.5"
 HABIT = {"right": 0.15, "guess": 0.55, "wrong_page": 0.3}
 WORLDS, DEMOS, STEPS = 8, 3000, 150
 

@@ -84,15 +84,20 @@ def _local(
     k_cache, v_cache = _write(
         k_cache, v_cache, k, v, layer, at, positions, head_last=head_last
     )
-    keys, values = (
-        functools.partial(
-            _read, cache, layer, rows, axis=axis, at_once=at_once, head_last=head_last
-        )
-        for cache, axis in ((k_cache, 2 if head_last else 3), (v_cache, 2))
+    read = functools.partial(
+        _read, layer=layer, rows=rows, at_once=at_once, head_last=head_last
     )
-    C, S = v_cache.shape[1], v_cache.shape[4]
-    product = "ekngh,eksh->ekngs" if head_last else "ekngh,ekhs->ekngs"
-    out = _attend(q, keys, values, positions, end, (C, S), at_once, product)
+    out = _attend(
+        q,
+        lambda first: read(k_cache, first, 2 if head_last else 3),
+        lambda first: read(v_cache, first, 2),
+        positions,
+        end,
+        "ekngh,eksh->ekngs" if head_last else "ekngh,ekhs->ekngs",
+        blocks=v_cache.shape[1],
+        size=v_cache.shape[4],
+        at_once=at_once,
+    )
     return jnp.swapaxes(out, 1, 2).astype(q.dtype), k_cache, v_cache
 
 
@@ -107,7 +112,7 @@ def _write(k_cache, v_cache, k, v, layer, at, positions, *, head_last):
     return k_cache, v_cache
 
 
-def _read(cache, layer, rows, first, *, axis, at_once, head_last):
+def _read(cache, first, axis, *, layer, rows, at_once, head_last):
     """Blocks from `first` on, joined at `axis`, of all slots or of those in `rows`."""
 
     def some(row, number):
@@ -134,20 +139,19 @@ def _read(cache, layer, rows, first, *, axis, at_once, head_last):
     return jax.lax.map(blocks, rows)
 
 
-def _attend(q, keys, values, positions, end, blocks, at_once, product):
+def _attend(q, keys, values, positions, end, product, *, blocks, size, at_once):
     """The running softmax: `q` `[E, K, N, G, H]` -> float32 of the same shape.
 
-    `keys(first)` and `values(first)` read `at_once` of `blocks`: how many, and of how
-    many positions each.
+    `keys(first)` and `values(first)` read `at_once` of the `blocks` blocks, each of
+    `size` positions; `product` gives the scores of queries and keys.
     """
-    C, S = blocks
-    block = at_once * S
+    block = at_once * size
 
     def body(i, carry):
         peak, total, out = carry
         # The last blocks may be some that were read before: not seen again.
-        first = jnp.minimum(i * at_once, C - at_once)
-        s = first * S + jnp.arange(block)
+        first = jnp.minimum(i * at_once, blocks - at_once)
+        s = first * size + jnp.arange(block)
         scores = jnp.einsum(product, q, keys(first), preferred_element_type=jnp.float32)
         seen = (s >= i * block) & (s <= positions[:, :, None])
         seen = seen[:, None, :, None]
