@@ -1,85 +1,57 @@
-"""Data flows one way: a module imports only from strictly lower floors."""
+"""The house: rooms import from lower floors, files of a room without a circle."""
 
 import ast
 import statistics
 import subprocess
 import sys
-from pathlib import Path
+from graphlib import CycleError, TopologicalSorter
 
 import pytest
 from paths import ROOT
 
 PACKAGE = ROOT / "lld_jax"
 
+# A room is a folder of the package, or a file on the top floor.
 FLOORS = {
     "losses": 0,
-    "search": 0,
-    "stop": 0,
-    "rewards": 0,
-    "world": 0,
-    "parallel": 0,
+    "protocol": 0,
+    "data": 0,
     "config": 0,
-    "packing": 0,
-    "host": 0,
-    "attention": 0,
-    "cached": 1,
-    "logprobs": 1,
-    "encoder": 1,
-    "codec": 1,
-    "overrides": 1,
-    "signals": 1,
-    "phases": 0,
-    "preemption": 0,
-    "nthr": 0,
-    "guard": 1,
-    "exchange": 1,
-    "cluster": 1,
-    "diagnostics": 2,
-    "environment": 1,
-    "questions": 1,
-    "datasets": 1,
-    "kernels": 1,
-    "model": 3,
-    "sizes": 4,
-    "plan": 4,
-    "retrieval": 2,
-    "sampling": 2,
-    "calculator": 2,
-    "checkpoint": 2,
-    "decoding": 4,
-    "hf": 4,
-    "batch": 1,
-    "workdir": 2,
-    "metrics": 2,
-    "storage": 1,
-    "ask": 2,
-    "schedule": 5,
-    "policy": 5,
-    "rollout": 6,
-    "agent": 7,
-    "evaluate": 8,
-    "update": 8,
-    "report": 8,
-    "probes": 9,
-    "train": 10,
-    "main": 11,
+    "retrieval": 1,
+    "parallel": 1,
+    "run": 1,
+    "diagnosis": 1,
+    "model": 2,
+    "plan": 3,
+    "rollout": 3,
+    "training": 4,
+    "agent": 5,
+    "evaluate": 6,
+    "train": 7,
+    "main": 8,
 }
-# Libraries that only these modules may import.
+# Libraries that only these rooms, or files of a room, may import.
 ONLY_IN = {
-    "flax": {"model", "encoder", "parallel"},
+    "flax": {"model", "parallel", "retrieval.encoders"},
     "scann": {"retrieval"},
-    "orbax": {"checkpoint", "hf"},
+    "orbax": {"run.checkpoint", "model.hf"},
 }
 
 
-def _module(path: Path) -> str:
-    """The name in the table: a subpackage stands there as one module."""
-    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+def _module(path) -> str:
+    """`model.hf` of lld_jax/model/hf.py, `model` of its __init__.py."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(part for part in parts if part != "__init__")
 
 
-def _sources() -> dict[Path, str]:
+def _sources() -> dict[str, str]:
+    """Module -> source, of all but `lld_jax/__init__.py`."""
     paths = sorted(PACKAGE.rglob("*.py"))
-    return {p: _module(p) for p in paths if p != PACKAGE / "__init__.py"}
+    return {_module(p): p.read_text() for p in paths if _module(p)}
+
+
+SOURCES = _sources()
+ROOMS = sorted({name.partition(".")[0] for name in SOURCES})
 
 
 def _imports(source: str, package: str = "lld_jax") -> set[str]:
@@ -102,25 +74,37 @@ def _imports(source: str, package: str = "lld_jax") -> set[str]:
     return names
 
 
-def _imports_of(path: Path) -> set[str]:
-    package = ".".join(path.relative_to(ROOT).parent.parts)
-    return _imports(path.read_text(), package)
+def _imports_of(module: str) -> set[str]:
+    room = module.partition(".")[0]
+    return _imports(SOURCES[module], f"lld_jax.{room}")
 
 
-def _floor_errors(module: str, imports: set[str]) -> list[str]:
+def _floor_errors(room: str, imports: set[str]) -> list[str]:
     errors = []
     for name in sorted(imports):
         root, *rest = name.split(".")
-        if root != "lld_jax" or rest[:1] == [module]:
-            continue  # files of one subpackage may import each other
+        if root != "lld_jax" or rest[:1] == [room]:
+            continue  # files of one room: the next test
         # `from lld_jax import llds_loss` is losses by its other name.
         target = rest[0] if rest and rest[0] in FLOORS else "losses"
-        if FLOORS[target] >= FLOORS[module]:
+        if FLOORS[target] >= FLOORS[room]:
             errors.append(
-                f"{module} (floor {FLOORS[module]}) imports {target} "
+                f"{room} (floor {FLOORS[room]}) imports {target} "
                 f"(floor {FLOORS[target]})"
             )
     return errors
+
+
+def _files_of(room: str, imports: set[str]) -> set[str]:
+    """The files of its own room that a file imports; the room itself is `room`."""
+    own = {name.removeprefix("lld_jax.") for name in imports}
+    own = {name for name in own if name.split(".")[0] == room}
+    return {
+        ".".join(name.split(".")[:2])
+        if ".".join(name.split(".")[:2]) in SOURCES
+        else room
+        for name in own
+    }
 
 
 def test_the_check_itself_sees_every_form_of_import():
@@ -140,36 +124,68 @@ def test_the_check_itself_sees_every_form_of_import():
     assert _imports("from ..losses import x", "lld_jax.retrieval") == {
         "lld_jax.losses.x"
     }
-    errors = _floor_errors("model", {"lld_jax.model", "lld_jax.losses.x"})
-    assert errors == []
-    assert len(_floor_errors("hf", {"lld_jax.decoding.x", "lld_jax.main"})) == 2
+    assert _floor_errors("model", {"lld_jax.model", "lld_jax.losses.x"}) == []
+    wrong = {"lld_jax.rollout.decoding.x", "lld_jax.main", "lld_jax.model.hf"}
+    assert len(_floor_errors("model", wrong)) == 2
+    assert len(_floor_errors("run", {"lld_jax.parallel.exchange"})) == 1  # one floor
+    found = {"lld_jax.model.hf.load", "lld_jax.model.ModelConfig", "lld_jax.config"}
+    assert _files_of("model", found) == {"model.hf", "model"}
 
 
-@pytest.mark.parametrize(("path", "module"), _sources().items(), ids=str)
-def test_a_module_imports_only_from_lower_floors(path, module):
-    assert module in FLOORS, f"give {module} a floor in the table above"
-    assert _floor_errors(module, _imports_of(path)) == []
+def test_every_room_has_a_floor():
+    assert set(ROOMS) == set(FLOORS)
+
+
+@pytest.mark.parametrize("module", SOURCES)
+def test_a_room_imports_only_from_lower_floors(module):
+    assert _floor_errors(module.partition(".")[0], _imports_of(module)) == []
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_files_of_a_room_import_each_other_without_a_circle(room):
+    """The room's own `__init__` stands above its files: none of them imports it."""
+    names = [name for name in SOURCES if name.partition(".")[0] == room]
+    graph = {name: _files_of(room, _imports_of(name)) for name in names}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(f"a circle in {room}: {' -> '.join(error.args[1])}")
+
+
+@pytest.mark.parametrize("room", [r for r in ROOMS if r in SOURCES and "." not in r])
+def test_a_room_says_what_lives_in_it(room):
+    if not (PACKAGE / room).is_dir():
+        return  # a file on the top floor
+    lines = ast.get_docstring(ast.parse(SOURCES[room])).splitlines()
+    assert 3 <= len(lines) <= 6
 
 
 def test_libraries_stay_where_they_belong():
     wrong = [
-        f"{path.relative_to(ROOT)} imports {name}"
-        for path, module in _sources().items()
-        for name in sorted(_imports_of(path))
-        if module not in ONLY_IN.get(name.partition(".")[0], {module})
+        f"{module} imports {name}"
+        for module in SOURCES
+        for name in sorted(_imports_of(module))
+        if (legal := ONLY_IN.get(name.partition(".")[0]))
+        and not {module, module.partition(".")[0]} & legal
     ]
     assert wrong == []
 
 
 def test_the_paper_is_in_one_file_that_needs_jax_alone():
-    roots = {n.partition(".")[0] for n in _imports_of(PACKAGE / "losses.py")}
+    roots = {n.partition(".")[0] for n in _imports(SOURCES["losses"])}
     assert roots - sys.stdlib_module_names == {"jax"}
 
 
 def test_files_are_short():
-    lines = {p: len(p.read_text().splitlines()) for p in PACKAGE.rglob("*.py")}
-    assert {p.name: n for p, n in lines.items() if n > 500} == {}
-    assert statistics.median(lines.values()) < 180, sorted(lines.values())
+    folders = (PACKAGE, ROOT / "experiments", ROOT / "benchmarks")
+    lines = {
+        p: len(p.read_text().splitlines()) for f in folders for p in f.rglob("*.py")
+    }
+    paper = PACKAGE / "losses.py"
+    long = {str(p): n for p, n in lines.items() if n > 400 and p != paper}
+    assert long == {} and lines[paper] <= 500
+    own = [n for p, n in lines.items() if PACKAGE in p.parents]
+    assert statistics.median(own) < 180, sorted(own)
 
 
 def test_importing_the_package_imports_nothing_heavy():
