@@ -10,8 +10,7 @@ sample, position): slots, order and delays change nothing.
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -26,116 +25,13 @@ from lld_jax.protocol.trajectory import (
     new_trajectory,
 )
 from lld_jax.rollout import schedule
+from lld_jax.rollout.counters import statistics
 from lld_jax.rollout.decoding import Programs
+from lld_jax.rollout.slots import Call, Limits, Run, Sampling, Slot, Task
 
 _COVER = 1  # decode steps that run while the host reads those before them
 _GRACE = 0.005  # seconds that a reply may take and still join the next call
 _PULSE = 0.1  # seconds between calls of on_progress while all wait for replies
-
-
-@dataclass(frozen=True)
-class Task:
-    """One trajectory to make: a sample of a draw of a question."""
-
-    draw: int
-    sample: int
-    question: str
-    golden_answers: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Limits:
-    """`max_turns` search turns (one more generation follows), tokens per action.
-
-    A turn without a reply after `timeout` seconds ends its trajectory. `budget` may
-    give the next action of a trajectory fewer tokens than `max_action`.
-    """
-
-    max_turns: int
-    max_action: int
-    timeout: float = 60.0
-    budget: Callable[[Trajectory], int] | None = None
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """Temperature (0 is greedy); `top_p` 1 and `top_k` 0 leave nothing out."""
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-
-
-def tasks_of(draws: Iterable[tuple[int, Any]], group: int) -> list[Task]:
-    """`group` samples of each `(draw, question)`; a question as in `questions`."""
-    return [
-        Task(draw, sample, q.question, q.golden_answers)
-        for draw, q in draws
-        for sample in range(group)
-    ]
-
-
-@dataclass
-class _Slot:
-    """A trajectory in a slot: it takes `append`, then decodes, then waits."""
-
-    index: int  # of its task
-    traj: Trajectory
-    append: list[int]  # what the device has not been given yet
-    ready: int  # decode steps that were over when `append` came
-    taken: int  # the first decode call after it took the slot
-    leader: int | None = None  # the slot that reads the prompt it will copy
-    fresh: bool = True  # the device still holds what was in the slot before
-    since: int | None = None  # the first decode call that it runs in
-    ids: list[int] = field(default_factory=list)  # of its action so far
-    logps: list[float] = field(default_factory=list)
-    began: int | None = None  # decode steps that were over when it took the slot
-    ended: int = 0  # and when its last action stopped
-
-
-@dataclass(frozen=True)
-class _Call:
-    """A call under way; `handle` is on the device once it has run."""
-
-    kind: str
-    handle: Any
-    number: int  # of the next decode call, or of this one
-    queued: bool  # trajectories waited for a slot
-    width: int = 0  # rows of each of its decode steps
-
-    def is_over(self) -> bool:
-        return all(x.is_ready() for x in jax.tree.leaves(self.handle))
-
-
-@dataclass
-class _Run:
-    """A rollout under way: the host's side of the slots, and what it waits for."""
-
-    programs: Programs
-    params: Any
-    limits: Limits
-    order: dict[str, Any]  # the part of a decode call's order that does not change
-    asked: ask.Asked
-    queue: deque[tuple[int, Task]]
-    slots: Any  # on the device
-    done: list[_Slot | None]
-    live: dict[int, _Slot] = field(default_factory=dict)
-    holds: dict[int, int] = field(default_factory=dict)  # slot: draw of a whole prompt
-    asking: dict[tuple[int, int], int] = field(default_factory=dict)  # turn: slot
-    prompts: dict[str, list[int]] = field(default_factory=dict)
-    calls: deque[_Call] = field(default_factory=deque)
-    decodes: int = 0  # calls that were made
-    steps: int = 0  # decode steps that were read
-    queued_steps: int | None = None  # those that had somebody in the queue
-    stats: Counter[str] = field(default_factory=Counter)
-    clock: float = field(default_factory=time.perf_counter)  # accounted until here
-
-    @property
-    def shards(self) -> int:
-        return self.programs.layout.size(self.programs.layout.batch)
-
-    def decoding(self) -> bool:
-        return any(slot.since is not None for slot in self.live.values())
 
 
 def rollout(
@@ -170,7 +66,7 @@ def rollout(
       ValueError: a prompt or an observation does not fit `rollout.max_tokens`.
       whatever the environment raises, RetrievalError left out.
     """
-    run = _Run(
+    run = Run(
         programs=programs,
         params=params,
         limits=limits,
@@ -196,10 +92,10 @@ def rollout(
         _decode(run)
         _read(run)
     trajectories = [slot.traj for slot in run.done]
-    return trajectories, _statistics(run)
+    return trajectories, statistics(run)
 
 
-def _take_replies(run: _Run) -> int:
+def _take_replies(run: Run) -> int:
     """Observations to append, and ends, whose number is returned."""
     now = time.perf_counter()
     if run.calls or run.decoding() or any(s.append for s in run.live.values()):
@@ -238,7 +134,7 @@ def _take_replies(run: _Run) -> int:
     return ended
 
 
-def _fill(run: _Run) -> dict[int, int]:
+def _fill(run: Run) -> dict[int, int]:
     """Trajectories take the free slots.
 
     Returns `{slot: source}`, the slots that copy a prompt which is there already. The
@@ -261,7 +157,7 @@ def _fill(run: _Run) -> dict[int, int]:
             run.prompts[task.question],
         )
         _check_fits(run, traj, "a prompt", traj.prompt_length)
-        slot = _Slot(index, traj, list(traj.ids), ready=run.steps, taken=run.decodes)
+        slot = Slot(index, traj, list(traj.ids), ready=run.steps, taken=run.decodes)
         shard = range(at // size * size, at // size * size + size)
         same = (x for x in (at, *shard) if run.holds.get(x) == task.draw)
         source = next(same, None)
@@ -276,7 +172,7 @@ def _fill(run: _Run) -> dict[int, int]:
     return forks
 
 
-def _reads(run: _Run, at: int, draw: int) -> bool:
+def _reads(run: Run, at: int, draw: int) -> bool:
     """Whether the slot is about to read the whole prompt of a draw."""
     slot = run.live.get(at)
     if slot is None or slot.traj.draw != draw or slot.traj.spans:
@@ -284,7 +180,7 @@ def _reads(run: _Run, at: int, draw: int) -> bool:
     return slot.leader is None and bool(slot.append)
 
 
-def _fork(run: _Run, forks: dict[int, int]) -> None:
+def _fork(run: Run, forks: dict[int, int]) -> None:
     """Copies prompts, `{slot: source}`; the slots decode from then on."""
     shapes = run.programs.shapes
     while forks:
@@ -301,7 +197,7 @@ def _fork(run: _Run, forks: dict[int, int]) -> None:
         forks = {at: x for at, x in forks.items() if at not in runs}
 
 
-def _extend(run: _Run) -> None:
+def _extend(run: Run) -> None:
     """Gives prompts and observations to the device, piece by piece.
 
     A call costs the same for one slot as for all of its entries, and a slot that waits
@@ -340,13 +236,13 @@ def _extend(run: _Run) -> None:
                 _fork(run, {x: at for x, s in run.live.items() if s.leader == at})
 
 
-def _waiting(run: _Run) -> list[int]:
+def _waiting(run: Run) -> list[int]:
     """Slots with something to append, the one that has waited longest first."""
     waiting = [at for at, s in run.live.items() if s.append and s.leader is None]
     return sorted(waiting, key=lambda at: (run.live[at].ready, at))
 
 
-def _decode(run: _Run) -> None:
+def _decode(run: Run) -> None:
     """A decode call, and behind it a short one that runs while the host reads it."""
     if not run.decoding():
         return
@@ -360,7 +256,7 @@ def _decode(run: _Run) -> None:
         run.decodes += 1
 
 
-def _width(run: _Run) -> int:
+def _width(run: Run) -> int:
     """Rows of a decode step that have room for the slots that may run."""
     R = run.programs.shapes.slots
     counts = Counter(
@@ -370,7 +266,7 @@ def _width(run: _Run) -> int:
     return min(w for w in (R, *run.programs.shapes.widths) if w >= needed)
 
 
-def _read(run: _Run) -> None:
+def _read(run: Run) -> None:
     """Reads the calls that were made, the last one left out if slots still decode."""
     keep = 1 if run.decoding() else 0
     while len(run.calls) > keep:
@@ -387,7 +283,7 @@ def _read(run: _Run) -> None:
 
 
 def _take_sampled(
-    run: _Run, call: _Call, report: dict[str, np.ndarray]
+    run: Run, call: Call, report: dict[str, np.ndarray]
 ) -> list[tuple[tuple[int, int], Turn]]:
     """Appends what a call sampled, and returns the turns of the actions that ended."""
     if not call.queued and run.queued_steps is None:
@@ -421,23 +317,23 @@ def _take_sampled(
     return turns
 
 
-def _dispatched(run: _Run, kind: str, handle: Any, width: int = 0) -> None:
+def _dispatched(run: Run, kind: str, handle: Any, width: int = 0) -> None:
     """Notes a call; the device had nothing to do if its last one is over by now."""
     now = time.perf_counter()
     if not run.calls or run.calls[-1].is_over():
         run.stats["seconds_host"] += now - run.clock
         run.clock = now
-    run.calls.append(_Call(kind, handle, run.decodes, bool(run.queue), width))
+    run.calls.append(Call(kind, handle, run.decodes, bool(run.queue), width))
 
 
-def _run_of(run: _Run, at: int) -> schedule.Run:
+def _run_of(run: Run, at: int) -> schedule.Run:
     traj, most = run.live[at].traj, run.limits.max_action
     if run.limits.budget:
         most = min(most, run.limits.budget(traj))
     return schedule.Run(traj.draw, traj.sample, len(traj.ids) + most)
 
 
-def _check_fits(run: _Run, traj: Trajectory, what: str, tokens: int) -> None:
+def _check_fits(run: Run, traj: Trajectory, what: str, tokens: int) -> None:
     most, action = run.programs.shapes.tokens, run.limits.max_action
     if not tokens or len(traj.ids) + action > most:
         raise ValueError(
@@ -445,43 +341,3 @@ def _check_fits(run: _Run, traj: Trajectory, what: str, tokens: int) -> None:
             f"1 or more, and an action of rollout.max_action={action} must fit behind "
             f"it into rollout.max_tokens={most}"
         )
-
-
-def _statistics(run: _Run) -> dict[str, float]:
-    stats, R = run.stats, run.programs.shapes.slots
-    steps = run.queued_steps or 0
-    held = sum(min(s.ended, steps) - min(s.began or 0, steps) for s in run.done)
-    return dict(stats) | {
-        "kept": sum(sum(slot.traj.mask) for slot in run.done),
-        "steps": run.steps,
-        "queued_steps": steps,
-        "row_use": stats["decoded"] / max(1, run.steps * R),
-        # Without a queue, what it was at the start.
-        "occupancy": held / (steps * R) if steps else min(1.0, len(run.done) / R),
-    }
-
-
-def combined(stats: Sequence[dict[str, float]]) -> dict[str, float]:
-    """The counters of rollouts that ran beside each other, each on as many slots.
-
-    Counts add up, shares are means over the steps that they are of, and the seconds are
-    those of the slowest.
-    """
-    if len(stats) == 1:
-        return stats[0]
-
-    def mean(name: str, over: str) -> float:
-        weights = [some[over] for some in stats]
-        if not any(weights):
-            weights = [1] * len(stats)
-        total = sum(w * some[name] for w, some in zip(weights, stats, strict=True))
-        return total / sum(weights)
-
-    found = {}
-    for name in sorted(set().union(*stats)):
-        values = [some.get(name, 0) for some in stats]
-        found[name] = max(values) if name.startswith("seconds_") else sum(values)
-    return found | {
-        "row_use": mean("row_use", "steps"),
-        "occupancy": mean("occupancy", "queued_steps"),
-    }
