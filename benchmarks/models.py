@@ -1,4 +1,4 @@
-"""The two shapes that the benchmarks run, as Hugging Face folders."""
+"""The two shapes that the benchmarks run: Hugging Face folders, and their weights."""
 
 import json
 import shutil
@@ -28,6 +28,14 @@ def folder(shape: str, root: Path) -> Path:
         _write(partial)
         partial.rename(path)  # so that a folder of that name is whole
     return path
+
+
+def parameters(config: dict) -> tuple[int, int]:
+    """Weights that a token meets in the layers, and in the head, of a Qwen2 model."""
+    width, heads = config["hidden_size"], config["num_attention_heads"]
+    keys = config["num_key_value_heads"] * width // heads
+    layer = 2 * width * (width + keys) + 3 * width * config["intermediate_size"]
+    return config["num_hidden_layers"] * layer, config["vocab_size"] * width
 
 
 def _write(path: Path) -> None:

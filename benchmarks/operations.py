@@ -28,8 +28,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import models
+from benchmarks.conditions import CORES, ROOT, machine, versions
 from benchmarks.engines import ours
-from benchmarks.rollout import CORES, ROOT, machine, parameters, versions
 
 KINDS = ("layer products", "head product", "attention", "copies", "rest")
 ROWS = {"tiny": 48, "0.2b": 32}
@@ -238,7 +238,7 @@ def least(shape: str, folder: Path, most: dict[str, float]) -> dict[str, float]:
     layers READ times.
     """
     config = json.loads((folder / "config.json").read_text("utf-8"))
-    layers, head = parameters(config)
+    layers, head = models.parameters(config)
     read = (layers + head) * 4 / most["read GB/s"] / 1e6
     made = 2 * (layers + head) * ROWS[shape] / most["product GFLOP/s"] / 1e6
     return {

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import rollout, workloads
+from benchmarks import conditions, workloads
 from lld_jax import agent as agent_lib
 from lld_jax.config.overrides import load
 from lld_jax.data.questions import question_of_draw
@@ -199,7 +199,7 @@ def targets(shares: dict[str, dict[str, float]], speed: dict[str, Any]) -> list[
 
 def main(args: argparse.Namespace) -> int:
     host.keep_freed_memory()
-    machine = rollout.machine()
+    machine = conditions.machine()
     batches = 5 if args.quick else 20
     shares = {
         str(size): {str(m): padding(size, m, batches) for m in (0, *MICRO_ROWS)}
@@ -229,7 +229,7 @@ def main(args: argparse.Namespace) -> int:
             "tiny": speed,
             "quick": args.quick,
             "machine": machine,
-            "versions": rollout.versions(),
+            "versions": conditions.versions(),
         }
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

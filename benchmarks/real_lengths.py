@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from lld_jax.protocol.codec import load_codec
-from lld_jax.protocol.search import (Codec, load_template, split_response)
+from lld_jax.protocol.search import Codec, load_template, split_response
 
 LIMIT = 4096  # tokens of a whole trajectory
 SOURCE = (

@@ -24,8 +24,8 @@ from benchmarks.workloads import Script, Work
 from lld_jax import model, parallel
 from lld_jax.model import hf
 from lld_jax.protocol.environment import Reply, Turn
-from lld_jax.protocol.trajectory import Trajectory
 from lld_jax.protocol.stop import StopTable
+from lld_jax.protocol.trajectory import Trajectory
 from lld_jax.rollout import Limits, Sampling, Task, decoding, rollout
 from lld_jax.run.host import keep_freed_memory, peak_memory_gib
 from lld_jax.run.metrics import CompileCounter
@@ -121,7 +121,61 @@ def open_engine(
     return Engine(programs, publish(params), config.vocab)
 
 
-def main(argv: Sequence[str]) -> None:
+def run(
+    engine: Engine, work: Work, tasks: int, action: int, seconds: float
+) -> tuple[Scripted, dict[str, float]]:
+    """The first `tasks` scripts: what the environment saw, and the engine's counts.
+
+    There are no counts if the run was cut after `seconds`. `action`: the most tokens
+    of one.
+    """
+    env = Scripted(work, engine.vocab, time.monotonic() + seconds)
+    limits = Limits(max_turns=1000, max_action=action, budget=env.budget)
+    scripts = list(enumerate(work.scripts))[:tasks]
+    todo = [Task(s.draw, s.sample, str(i), ()) for i, s in scripts]
+    try:
+        _, stats = rollout(
+            engine.programs,
+            engine.params,
+            env,
+            todo,
+            limits,
+            Sampling(),
+            seed=0,
+            on_progress=env.on_progress,
+        )
+    except Late:
+        stats = {}
+    return env, stats
+
+
+def measure(engine: Engine, work: Work, action: int, seconds: float) -> dict[str, Any]:
+    """The result of a timed run after a warm-up; `action` as in `run`."""
+    run(engine, work, 2, action, seconds)
+    with CompileCounter() as compiled:
+        began = time.perf_counter()
+        env, stats = run(engine, work, len(work.scripts), action, seconds)
+        took = time.perf_counter() - began
+    rows = engine.programs.shapes.slots
+    detail = dict(stats)
+    if stats:
+        detail["host_exposed"] = stats.get("seconds_host", 0.0) / took
+        # The last token of an action is kept like every other one.
+        assert stats["kept"] == env.tokens
+    return {
+        "engine": "ours",
+        "trajectories": env.finished,
+        "tokens": env.tokens,
+        "seconds": took,
+        "row_steps": int(stats.get("row_steps", 0)),
+        "compilations": compiled.count,
+        "peak_memory_gib": peak_memory_gib(),
+        "complete": bool(stats),
+        "detail": detail | {"rows": rows, "devices": jax.device_count()},
+    }
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--work", type=Path, required=True)
@@ -135,8 +189,10 @@ def main(argv: Sequence[str]) -> None:
     )
     parser.add_argument("--steps", type=int, default=decoding.Shapes.steps)
     parser.add_argument("--block", type=int, default=decoding.Shapes.block)
-    args = parser.parse_args(argv)
+    return parser.parse_args(argv)
 
+
+def main(args: argparse.Namespace) -> None:
     keep_freed_memory()
     work = workloads.load(args.work)
     tokens, action = length_of(work.scripts)
@@ -152,52 +208,9 @@ def main(argv: Sequence[str]) -> None:
         steps=args.steps,
         widths=tuple(width for width in widths if width < slots),
     )
-    programs = engine.programs
-
-    def run(tasks: int, seconds: float) -> tuple[Scripted, dict[str, float]]:
-        env = Scripted(work, engine.vocab, time.monotonic() + seconds)
-        limits = Limits(max_turns=1000, max_action=action, budget=env.budget)
-        scripts = list(enumerate(work.scripts))[:tasks]
-        todo = [Task(s.draw, s.sample, str(i), ()) for i, s in scripts]
-        try:
-            _, stats = rollout(
-                programs,
-                engine.params,
-                env,
-                todo,
-                limits,
-                Sampling(),
-                seed=0,
-                on_progress=env.on_progress,
-            )
-        except Late:
-            stats = {}
-        return env, stats
-
-    run(2, args.seconds)
-    with CompileCounter() as compiled:
-        began = time.perf_counter()
-        env, stats = run(len(work.scripts), args.seconds)
-        seconds = time.perf_counter() - began
-    rows = programs.shapes.slots
-    detail = dict(stats)
-    if stats:
-        detail["host_exposed"] = stats.get("seconds_host", 0.0) / seconds
-        # The last token of an action is kept like every other one.
-        assert stats["kept"] == env.tokens
-    result = {
-        "engine": "ours",
-        "trajectories": env.finished,
-        "tokens": env.tokens,
-        "seconds": seconds,
-        "row_steps": int(stats.get("row_steps", 0)),
-        "compilations": compiled.count,
-        "peak_memory_gib": peak_memory_gib(),
-        "complete": bool(stats),
-        "detail": detail | {"rows": rows, "devices": jax.device_count()},
-    }
+    result = measure(engine, work, action, args.seconds)
     args.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(parse(sys.argv[1:]))

@@ -19,8 +19,9 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from experiments.collapse.analyse import RAW, Run, judge, read_runs
 from experiments.collapse.config import SETTINGS
+from experiments.collapse.judging import Run, judge
+from experiments.collapse.reading import RAW, read_runs
 from lld_jax.diagnosis import phases
 from lld_jax.diagnosis.phases import Thresholds
 

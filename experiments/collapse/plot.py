@@ -22,7 +22,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from experiments.collapse import analyse
+from experiments.collapse import analyse, judging, reading
 
 PANELS = {
     "reward": "sampled reward\n(mean of 5 steps)",
@@ -36,10 +36,10 @@ LOGARITHMIC = {"grad_norm"}
 PHASES = {"stagnation": "#fff2b8", "decay": "#ffd3a1", "collapse": "#f4b6b6"}
 SCORES = {"greedy": ("o", "C0", -0.14), "sampled": ("s", "C1", 0.14)}
 
-Runs = Mapping[tuple[str, int], analyse.Series]
+Runs = Mapping[tuple[str, int], reading.Series]
 
 
-def by_step(series: Sequence[analyse.Series], column: str) -> np.ndarray:
+def by_step(series: Sequence[reading.Series], column: str) -> np.ndarray:
     """`[seeds, steps]` from step 0 on; NaN where a run has no number."""
     last = max((int(one["step"][-1]) for one in series if len(one["step"])), default=0)
     values = np.full((len(series), last + 1), np.nan)
@@ -60,10 +60,10 @@ def mean_of_seeds(values: np.ndarray) -> np.ndarray:
 
 
 def phase_shares(
-    series: Sequence[analyse.Series], observe: analyse.Observe | None = None
+    series: Sequence[reading.Series], observe: judging.Observe | None = None
 ) -> np.ndarray:
     """`[phases, steps]`: share of the seeds still training that are in each phase."""
-    seen = [analyse.phases_of(one, observe) for one in series]
+    seen = [judging.phases_of(one, observe) for one in series]
     last = max((phases[-1][0] for phases in seen if phases), default=0)
     shares = np.zeros((len(PHASES), last + 1))
     training = np.zeros(last + 1)
@@ -79,12 +79,12 @@ def draw(
     runs: Runs,
     settings: Sequence[str],
     out: str | Path,
-    observe: analyse.Observe | None = None,
+    observe: judging.Observe | None = None,
 ) -> None:
     """Writes the figure of `settings`, a column each, to `out`.
 
     Raises ValueError if a setting has no run in `runs`. `observe` as in
-    `analyse.phases_of`.
+    `judging.phases_of`.
     """
     there = sorted({name for name, _ in runs})
     for name in settings:
@@ -126,21 +126,21 @@ def draw(
     plt.close(figure)
 
 
-def _collapse(series: analyse.Series) -> int | None:
-    line = analyse.collapse_step(series["reward"])
+def _collapse(series: reading.Series) -> int | None:
+    line = judging.collapse_step(series["reward"])
     return None if line is None else int(series["step"][line])
 
 
 def _lines(
     axis: Axes,
-    mine: Mapping[int, analyse.Series],
+    mine: Mapping[int, reading.Series],
     panel: str,
     colours: Mapping[int, str],
 ) -> None:
     values = by_step(list(mine.values()), panel)
     if panel in SMOOTHED:
         values = np.stack(
-            [analyse.trailing_mean(row, SMOOTHED[panel]) for row in values]
+            [judging.trailing_mean(row, SMOOTHED[panel]) for row in values]
         )
     if panel == "logp_correct":  # 0 is a mean of no correct trajectory
         values = np.where(values == 0, np.nan, values)
@@ -200,7 +200,7 @@ def _legend(colours: Mapping[int, str]) -> list:
     ]
 
 
-def draw_settings(runs: Sequence[analyse.Run], out: str | Path) -> None:
+def draw_settings(runs: Sequence[judging.Run], out: str | Path) -> None:
     """Writes a dot plot of final exact match to `out`: a line a setting.
 
     Rings are seeds, full marks their mean with its 95 % interval.
@@ -254,17 +254,17 @@ def draw_settings(runs: Sequence[analyse.Run], out: str | Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--settings", default="grpo,llds")
-    parser.add_argument("--raw", type=Path, default=analyse.RAW)
+    parser.add_argument("--raw", type=Path, default=reading.RAW)
     parser.add_argument(
         "--out", type=Path, default=Path("experiments/collapse/collapse.png")
     )
     args = parser.parse_args()
     try:
-        runs = analyse.read_runs(args.raw)
+        runs = reading.read_runs(args.raw)
     except ValueError as error:
         parser.error(f"--raw: {error}")
     draw(runs, args.settings.split(","), args.out)
-    judged = [analyse.judge(*key, series) for key, series in runs.items()]
+    judged = [judging.judge(*key, series) for key, series in runs.items()]
     draw_settings(judged, args.out.with_name("settings.png"))
 
 

@@ -19,7 +19,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 
-from experiments.collapse import analyse
+from experiments.collapse import judging, reading
 from experiments.collapse.config import SETTINGS
 
 NORMALIZERS = {"preserved": ("o", "C0"), "all": ("s", "C1")}
@@ -32,14 +32,14 @@ DOSE = {"llds.coef", "llds.normalizer"}
 
 
 def doses(
-    runs: Mapping[tuple[str, int], analyse.Series],
-) -> dict[str, dict[float, list[tuple[float, analyse.Run]]]]:
+    runs: Mapping[tuple[str, int], reading.Series],
+) -> dict[str, dict[float, list[tuple[float, judging.Run]]]]:
     """normalizer -> `llds.coef` -> (effective lambda, run) of each ended seed."""
     found: dict[str, dict[float, list]] = {name: {} for name in NORMALIZERS}
     for (setting, seed), series in sorted(runs.items()):
         changes = SETTINGS.get(setting, {"": None})
         coef = float(changes.get("llds.coef", 0.2))
-        run = analyse.judge(setting, seed, series)
+        run = judging.judge(setting, seed, series)
         if not changes.keys() <= DOSE or not coef or not run.ended:
             continue
         normalizer = changes.get("llds.normalizer", "preserved")
@@ -48,10 +48,10 @@ def doses(
     return found
 
 
-def draw(runs: Mapping[tuple[str, int], analyse.Series], out: str | Path) -> None:
+def draw(runs: Mapping[tuple[str, int], reading.Series], out: str | Path) -> None:
     """Writes the figure to `out`: rings are seeds, full marks means of a coef's."""
     found = doses(runs)
-    base = [analyse.judge(*key, one) for key, one in runs.items() if key[0] == "grpo"]
+    base = [judging.judge(*key, one) for key, one in runs.items() if key[0] == "grpo"]
     figure, axes = plt.subplots(1, len(SCORES), figsize=(10, 4), layout="constrained")
     for axis, (score, title) in zip(axes, SCORES.items(), strict=True):
         for normalizer, (marker, colour) in NORMALIZERS.items():
@@ -81,13 +81,13 @@ def draw(runs: Mapping[tuple[str, int], analyse.Series], out: str | Path) -> Non
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--raw", type=Path, default=analyse.RAW)
+    parser.add_argument("--raw", type=Path, default=reading.RAW)
     parser.add_argument(
         "--out", type=Path, default=Path("experiments/collapse/sweep.png")
     )
     args = parser.parse_args()
     try:
-        runs = analyse.read_runs(args.raw)
+        runs = reading.read_runs(args.raw)
     except ValueError as error:
         parser.error(f"--raw: {error}")
     draw(runs, args.out)

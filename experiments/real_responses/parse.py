@@ -16,7 +16,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from lld_jax.protocol.search import (Piece, split_response)
+from lld_jax.protocol.search import Piece, split_response
 
 COLUMNS = ("responses", "search", "answer", "invalid", "observation", "answered")
 

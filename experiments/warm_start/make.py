@@ -26,7 +26,7 @@ from lld_jax import model, parallel
 from lld_jax.data import world
 from lld_jax.model import hf, logprobs
 from lld_jax.protocol.environment import SearchEnvironment
-from lld_jax.protocol.search import (Codec, load_template)
+from lld_jax.protocol.search import Codec, load_template
 from lld_jax.retrieval.build import open_index
 
 CONFIG = model.ModelConfig(

@@ -6,7 +6,7 @@ import sys
 import pytest
 from collapse_runs import RISE, write_run
 
-from experiments.collapse import analyse, fit
+from experiments.collapse import fit, reading
 from lld_jax.diagnosis.phases import Thresholds
 
 
@@ -51,7 +51,7 @@ def test_the_threshold_that_tells_them_apart_is_found(
 
 
 def test_false_alarms_weigh_more_than_warnings_in_time(folder):
-    runs = {k: v for k, v in analyse.read_runs(folder).items() if k[0] != "roll_back"}
+    runs = {k: v for k, v in reading.read_runs(folder).items() if k[0] != "roll_back"}
     eager = fit.score(fit.judged(runs, Thresholds(displaced=0.006)))
     assert (eager.living, eager.false_alarms) == (4, 4)
     assert eager.value == eager.in_time - 2 * 4 - eager.early
@@ -64,7 +64,7 @@ def test_equals_are_decided_by_the_fewest_changes(folder, monkeypatch):
     grid = {"entropy": (9.0, default.entropy), "gradient": (9.0, default.gradient)}
     monkeypatch.setattr(fit, "GRID", grid)
     assert next(fit.candidates()) == default
-    runs = {k: v for k, v in analyse.read_runs(folder).items() if k[0] != "roll_back"}
+    runs = {k: v for k, v in reading.read_runs(folder).items() if k[0] != "roll_back"}
     assert fit.fit(runs) == default
 
 

@@ -6,7 +6,7 @@ import pytest
 from collapse_runs import RISE, write_run
 from matplotlib import image
 
-from experiments.collapse import analyse, sweep
+from experiments.collapse import reading, sweep
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def folder(tmp_path):
 
 
 def test_a_dose_changes_lambda_or_normalizer_alone(folder):
-    found = sweep.doses(analyse.read_runs(folder))
+    found = sweep.doses(reading.read_runs(folder))
     seen = {
         name: {coef: [dose for dose, _ in runs] for coef, runs in mine.items()}
         for name, mine in found.items()
