@@ -1,7 +1,7 @@
 """Every field of a run's config with the paper's settings (arXiv 2512.04220).
 
 The other files in this folder start from `get_config()` and change what they are
-about. `lld_jax/config.py` says which values a field may take.
+about. `lld_jax/config/fields.py` says which values a field may take.
 """
 
 from pathlib import Path
