@@ -74,8 +74,8 @@ def test_the_learning_rate_warms_up_over_steps(lines, run_config):
 
 
 def test_every_name_is_documented(lines):
-    """`METRICS.md` has a row for each; `<x>` in it stands for any text."""
-    rows = re.findall(r"^\| `(.+?)` \|", (ROOT / "METRICS.md").read_text(), re.M)
+    """`docs/metrics.md` has a row for each; `<x>` in it stands for any text."""
+    rows = re.findall(r"^\| `(.+?)` \|", (ROOT / "docs/metrics.md").read_text(), re.M)
     legal = [re.sub("<.+?>", ".+", re.escape(row)) for row in rows]
     for name in {name for line in lines for name in line}:
         assert any(re.fullmatch(pattern, name) for pattern in legal), name
