@@ -46,7 +46,6 @@ def cache_attention(
     Returns:
       attention output `[E, N, K, G, H]` and the cache.
     """
-
     b, h = layout.batch, layout.heads
     kv, cached = P(b, None, h), P(None, None, b, h)
     local = functools.partial(

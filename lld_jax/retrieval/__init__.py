@@ -1,6 +1,5 @@
-"""Passage retrieval: a corpus file in, ranked passages out.
+"""Passage retrieval: `build.open_index(path).search(["who founded Velkor"], k=3)[0]`.
 
-from lld_jax.retrieval.build import open_index
-index = open_index("corpus.jsonl.gz")  # or a folder written by build
-passages = index.search(["who founded Velkor Mills"], k=3)[0]
+May import the protocol. Alone in having scann. A path is a corpus file, or a folder
+that `build` wrote; how passages are shown to a policy is the protocol's business.
 """
